@@ -24,14 +24,14 @@ ROOT = Path(__file__).parents[1]
 HASHES, WITH = ".ci/green.json", " with jax "
 KERNELS, CASES = "pallas_kernels/backends/mosaic_gpu", "tests/pallas_kernels/mosaic_gpu/ptx"
 PRODUCT = ["pyproject.toml", "pallas_kernels/**/*", "ipc/**/*", "jax_specdec/**/*"]
-GPU, TPU = (f"pallas_kernels/backends/mosaic_{chip}/*" for chip in ("gpu", "tpu"))
+GPU, TPU = (f"pallas_kernels/backends/mosaic_{chip}/**/*" for chip in ("gpu", "tpu"))
 ON_A_CPU = [*PRODUCT, f"!{GPU}", f"!{TPU}"]  # no kernel of a chip runs there
 SUPPORT = ["tests/conftest.py", "tests/support/*"]
 COMPILED = ["pyproject.toml", ".ci/heavy", "pallas_kernels/**/*", "bench/aot*", "bench/gpu/*"]
 PTX = [
     *(f"{KERNELS}/{name}.py" for name in ("cluster_kernel", "compat", "limits", "reading")),
     f"{KERNELS}/thread.py", f"{KERNELS}/schedule.py", f"{KERNELS}/groups_kernel.py",
-    f"{CASES}/kernels.py",
+    f"{KERNELS}/changes/row_changes.py", f"{CASES}/kernels.py",
     "pallas_kernels/numbers/*", "pallas_kernels/testing/chips.py",
     "pallas_kernels/testing/compile_target.py", "tests/ptx_machine/*.py",
 ]  # fmt: skip
@@ -39,6 +39,7 @@ FINISH = [
     *(f"{KERNELS}/{name}.py" for name in ("finish_kernel", "row_sum", "selection", "rows")),
     f"{KERNELS}/selection_threads.py",
     f"{KERNELS}/chosen_groups.py",
+    f"{KERNELS}/changes/biased_groups.py",
     "pallas_kernels/backends/exact_sums.py",
     "pallas_kernels/backends/row_totals.py",
 ]

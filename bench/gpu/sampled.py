@@ -11,7 +11,7 @@ from jax.stages import Lowered
 
 from bench.gpu import sass, trips
 from pallas_kernels.backends.mosaic_gpu import groups, groups_kernel
-from pallas_kernels.backends.mosaic_gpu.changing import flat_changes
+from pallas_kernels.backends.mosaic_gpu.changes.row_changes import flat_changes
 from pallas_kernels.backends.mosaic_gpu.schedule import (
     GROUP,
     Schedule,

@@ -10,7 +10,6 @@ one another.
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -25,16 +24,16 @@ LEAST_EXPONENT = -127  # 2**-127 and less is 0, as -inf gives
 TO_WHOLE = 1.5 * 2**23 + 127
 
 
-def product_apart(a: Float32[AnyArray, "..."], b: Float32[AnyArray, "..."]) -> Array:
+def product_apart(a: Float32[Array, "..."], b: Float32[Array, "..."]) -> Array:
     """a * b below 4: the minimum changes nothing, but a compiler cannot know that."""
     return jnp.minimum(a * b, jnp.float32(4))
 
 
-Product = Callable[[Any, Any], Array]
+Multiply = Callable[[Array, Array], Array]
 
 
 def exponential(
-    x: Float32[AnyArray, "*rows"], product: Product = product_apart
+    x: Float32[AnyArray, "*rows"], product: Multiply = product_apart
 ) -> Float32[Array, "*rows"]:
     """exp(x) float32 of float32 x <= 0; NaN of NaN.
 
@@ -53,7 +52,7 @@ def exponential(
     )
 
 
-def _exp2(f: Float32[AnyArray, "*rows"], product: Product) -> Float32[Array, "*rows"]:
+def _exp2(f: Float32[Array, "*rows"], product: Multiply) -> Float32[Array, "*rows"]:
     """2**f: 1 + f (c1 + c2 f + c3 f**2) + f**4 (c4 + c5 f + c6 f**2), as 1 + g (b + h a)."""
     _, c2, _, c4, c5, c6 = map(jnp.float32, EXP2)
     square = f * f

@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float32
 
-from pallas_kernels.numbers.exponential import Product, product_apart
+from pallas_kernels.numbers.exponential import Multiply, product_apart
 
 # Of log((1 + s) / (1 - s)) / s - 2 by s**2, and log(2) in two parts, the first of which is exact in
 # a product with an exponent. FreeBSD msun, e_logf.c, http://www.netlib.org/fdlibm/.
@@ -49,7 +49,7 @@ LOG2_OF_TOTAL = (0.693359375, -2.12194440e-4)
 
 
 def log_of_total(
-    x: Float32[Array | np.ndarray, "*rows"], product: Product = product_apart
+    x: Float32[Array | np.ndarray, "*rows"], product: Multiply = product_apart
 ) -> Float32[Array, "*rows"]:
     """log(x) of float32 x >= 1, with the same bits in kernels too: no quotient, nothing contracted.
 

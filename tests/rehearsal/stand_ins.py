@@ -27,17 +27,17 @@ def as_if_for(
 def executed_ptx() -> Iterator[Callable[[], bool]]:
     """The GPU's kernels are executed as PTX; yields whether one was since it was last called."""
     from pallas_kernels.backends.mosaic_gpu import (
-        chosen_groups,
         count_larger,
         draw,
         finish_kernel,
         groups_kernel,
     )
+    from pallas_kernels.backends.mosaic_gpu.changes import biased_groups
     from tests.pallas_kernels.mosaic_gpu.ptx import kernels
 
     together = kernels.Conditions("together", lambda ctas: [list(range(ctas))])
     stand = kernels.Stand(together, kernels.Compiler())
-    modules = (chosen_groups, groups_kernel, finish_kernel, draw, count_larger)
+    modules = (biased_groups, groups_kernel, finish_kernel, draw, count_larger)
     with kernels.executed(stand, modules):
         yield partial(_seen, stand.runs)
 

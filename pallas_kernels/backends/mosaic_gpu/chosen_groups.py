@@ -14,7 +14,7 @@ from jax import lax
 
 from pallas_kernels.backends.groups import WIDTH
 from pallas_kernels.backends.mosaic_gpu import compat, thread
-from pallas_kernels.backends.mosaic_gpu.changing import RowChanges, changed
+from pallas_kernels.backends.mosaic_gpu.changes.row_changes import RowChanges, changed
 from pallas_kernels.backends.mosaic_gpu.compat import GPU, Readable
 from pallas_kernels.backends.mosaic_gpu.schedule import (
     GROUPS_PER_BLOCK,

@@ -11,7 +11,6 @@ import jax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.backends.mosaic_gpu import (
-    biased_groups,
     compat,
     finish_kernel,
     groups_kernel,
@@ -19,7 +18,8 @@ from pallas_kernels.backends.mosaic_gpu import (
     row_sum,
     thread,
 )
-from pallas_kernels.backends.mosaic_gpu.biased_groups import Biased, Replaced
+from pallas_kernels.backends.mosaic_gpu.changes import biased_groups
+from pallas_kernels.backends.mosaic_gpu.changes.biased_groups import Biased, Replaced
 from pallas_kernels.backends.mosaic_gpu.chosen_groups import Row
 from pallas_kernels.backends.mosaic_gpu.compat import GPU, Readable
 from pallas_kernels.backends.mosaic_gpu.groups_kernel import GroupOutputs

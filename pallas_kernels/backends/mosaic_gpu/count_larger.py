@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.backends.groups import WIDTH
 from pallas_kernels.backends.mosaic_gpu import chosen_groups, compat
-from pallas_kernels.backends.mosaic_gpu.changing import RowChanges, flat_changes
+from pallas_kernels.backends.mosaic_gpu.changes.row_changes import RowChanges, flat_changes
 from pallas_kernels.backends.mosaic_gpu.compat import GPU
 from pallas_kernels.backends.mosaic_gpu.schedule import Index, Schedule, choose_read_schedule
 from pallas_kernels.backends.mosaic_gpu.thread import load_at_once

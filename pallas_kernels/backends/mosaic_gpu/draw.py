@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.backends.groups import LARGEST, WIDTH, Drawn, RowsToDraw
 from pallas_kernels.backends.mosaic_gpu import compat, thread
-from pallas_kernels.backends.mosaic_gpu.changing import RowChanges, flat_changes
+from pallas_kernels.backends.mosaic_gpu.changes.row_changes import RowChanges, flat_changes
 from pallas_kernels.backends.mosaic_gpu.chosen_groups import (
     NO_GROUP,
     Chosen,

@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.backends.mosaic_gpu import compat, reading, row_sum, thread
-from pallas_kernels.backends.mosaic_gpu.biased_groups import Replaced
+from pallas_kernels.backends.mosaic_gpu.changes.biased_groups import Replaced
 from pallas_kernels.backends.mosaic_gpu.compat import GPU, Readable
 from pallas_kernels.backends.mosaic_gpu.schedule import Index, Schedule
 from pallas_kernels.backends.mosaic_gpu.selection import (
@@ -123,7 +123,7 @@ def combine(loaded: Loaded, schedule: Schedule) -> Combined:
     lanes = thread.lanes_of(schedule.programs)
     lane = compat.iota((WARP,), 0, compat.warp_layout()) & (lanes - 1)
 
-    def summed(values: list[jax.Array]) -> Any:
+    def summed(values: list[jax.Array]) -> jax.Array:
         """With 0 where a vector goes beyond the last program."""
         inside = (lane < schedule.programs - i * WARP for i in range(len(values)))
         every = (jnp.where(here, x, jnp.float32(0)) for here, x in zip(inside, values, strict=True))

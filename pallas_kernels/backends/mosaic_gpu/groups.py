@@ -25,7 +25,7 @@ from pallas_kernels.backends.groups import (
     whole_groups,
 )
 from pallas_kernels.backends.mosaic_gpu import finish_kernel, groups_kernel, row_sum
-from pallas_kernels.backends.mosaic_gpu.changing import RowChanges, flat_changes
+from pallas_kernels.backends.mosaic_gpu.changes.row_changes import RowChanges, flat_changes
 from pallas_kernels.backends.mosaic_gpu.finish_kernel import FinishInputs
 from pallas_kernels.backends.mosaic_gpu.groups_kernel import GroupOutputs
 from pallas_kernels.backends.mosaic_gpu.reading import RowTargets

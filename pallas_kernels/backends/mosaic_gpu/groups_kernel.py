@@ -23,7 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.backends.mosaic_gpu import compat, limits, reading, thread
-from pallas_kernels.backends.mosaic_gpu.changing import RowChanges, changed, holds_pairs
+from pallas_kernels.backends.mosaic_gpu.changes.row_changes import RowChanges, changed, holds_pairs
 from pallas_kernels.backends.mosaic_gpu.compat import GPU, Readable
 from pallas_kernels.backends.mosaic_gpu.reading import (
     RowTargets,
@@ -336,7 +336,7 @@ def updated(row: RowOfGroups, block: Index, pieces: list[jax.Array], carries: Ca
         largest = functools.reduce(jnp.maximum, parts)
         # With biases all are float32 already, by conversions that both sets share.
         is_biased = row.changes is not None and row.changes.bias is not None
-        wide = mine if is_biased else widened(mine, layout)
+        wide = mine if is_biased else _widened(mine, layout)
         sums, weighted = sums_of(
             wide,
             largest,
@@ -499,7 +499,7 @@ def _weighted(terms: list[jax.Array], exponents: list[jax.Array], layout: Layout
     return sums * jnp.float32(LOG_2)  # type: ignore[no-any-return]
 
 
-def widened(pieces: list[jax.Array], layout: Layout) -> list[jax.Array]:
+def _widened(pieces: list[jax.Array], layout: Layout) -> list[jax.Array]:
     """Pieces as float32; of bfloat16 by fewer instructions, where a thread has pairs of them."""
     if pieces[0].dtype != jnp.bfloat16 or not holds_pairs(pieces, layout):
         return [piece.astype(jnp.float32) for piece in pieces]

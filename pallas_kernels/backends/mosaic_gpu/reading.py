@@ -164,10 +164,10 @@ RowMask: TypeAlias = Mask[Readable, Index]
 
 def mask_of_row(words_ref: Readable | None, target: Index, schedule: Schedule) -> RowMask | None:
     """The forbidden tokens of a target row; None without a mask."""
-    return None if words_ref is None else Mask(words_ref, target * words_of(schedule))
+    return None if words_ref is None else Mask(words_ref, target * mask_words(schedule))
 
 
-def words_of(schedule: Schedule) -> int:
+def mask_words(schedule: Schedule) -> int:
     """The number of words of a row."""
     return -(-schedule.vocabulary // WORD)
 
@@ -179,6 +179,6 @@ def mask_bits(mask: Mask[Value, Word], token: Word, vector: int, schedule: Sched
     by = token & (WORD - 1)
     if schedule.aligned or vector == 1:
         return low >> by
-    after = thread.smaller(at + 1, words_of(schedule) - 1)
+    after = thread.smaller(at + 1, mask_words(schedule) - 1)
     high = word(thread.load(mask.words_ref, mask.start + after))
     return (low >> by) | ((high << 1) << (word(WORD - 1) - by))

@@ -15,7 +15,7 @@ from jax import lax
 
 from pallas_kernels.backends import exact_sums, row_totals
 from pallas_kernels.backends.mosaic_gpu import compat, thread
-from pallas_kernels.backends.mosaic_gpu.biased_groups import Replaced
+from pallas_kernels.backends.mosaic_gpu.changes.biased_groups import Replaced
 from pallas_kernels.backends.mosaic_gpu.chosen_groups import load_groups, padded_size
 from pallas_kernels.backends.mosaic_gpu.compat import GPU, Readable
 from pallas_kernels.backends.mosaic_gpu.schedule import (

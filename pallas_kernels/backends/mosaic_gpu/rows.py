@@ -18,13 +18,13 @@ import numpy as np
 from pallas_kernels.backends.answers import in_order, usable_temperatures
 from pallas_kernels.backends.groups import WIDTH, GroupSums, Top, number_of_groups
 from pallas_kernels.backends.mosaic_gpu import (
-    biased_groups,
     cluster_kernel,
     finish_kernel,
     groups_kernel,
     row_sum,
 )
-from pallas_kernels.backends.mosaic_gpu.changing import FlatChanges
+from pallas_kernels.backends.mosaic_gpu.changes import biased_groups
+from pallas_kernels.backends.mosaic_gpu.changes.row_changes import FlatChanges
 from pallas_kernels.backends.mosaic_gpu.groups_kernel import GroupOutputs
 from pallas_kernels.backends.mosaic_gpu.reading import make_targets
 from pallas_kernels.backends.mosaic_gpu.schedule import (

@@ -564,7 +564,7 @@ def load_aligned(ref: Value, index: Number, count: int) -> list[Value]:
     return [llvm.extractelement(found, word(i).value) for i in range(count)]
 
 
-def load_vector(ref: Value, index: Number, count: int) -> Value:
+def load_run(ref: Value, index: Number, count: int) -> Value:
     """A vector from an index that is a multiple of count, in MLIR."""
     element = ir.MemRefType(ref.type).element_type
     return llvm.load(ir.VectorType.get((count,), element), place(ref, index, element))  # type: ignore[no-any-return]
@@ -574,7 +574,7 @@ def load_or(ref: Value, index: Number, count: int, condition: Word, otherwise: f
     """A vector from an index that is a multiple of count; other values where it does not hold."""
     element = ir.MemRefType(ref.type).element_type
     kind = ir.VectorType.get((count,), element)
-    found = load_vector(ref, index, count)
+    found = load_run(ref, index, count)
     values = ir.DenseElementsAttr.get_splat(kind, ir.FloatAttr.get(element, otherwise))
     return arith.select(condition.value, found, arith.constant(kind, values))  # type: ignore[no-any-return]
 

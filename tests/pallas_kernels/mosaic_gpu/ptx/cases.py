@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.backends.mosaic_gpu import (
-    biased_groups,
     cluster_kernel,
     finish_kernel,
     groups_kernel,
 )
 from pallas_kernels.backends.mosaic_gpu import rows as run
+from pallas_kernels.backends.mosaic_gpu.changes import biased_groups
 from pallas_kernels.backends.mosaic_gpu.schedule import Schedule, choose_schedule
 from pallas_kernels.contract.changes import Changes
 from pallas_kernels.contract.rows import Outputs, Rows

@@ -21,13 +21,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.backends.mosaic_gpu import (
-    biased_groups,
     cluster_kernel,
     compat,
     finish_kernel,
     groups_kernel,
 )
 from pallas_kernels.backends.mosaic_gpu import rows as run
+from pallas_kernels.backends.mosaic_gpu.changes import biased_groups
 from pallas_kernels.contract.rows import Outputs
 from pallas_kernels.testing import compile_target
 from tests.ptx_machine import host, machine, threads

@@ -8,7 +8,7 @@ from jax.experimental.mosaic.gpu.fragmented_array import TiledLayout
 
 from pallas_kernels.backends.mosaic_gpu import thread
 from pallas_kernels.backends.mosaic_gpu.compat import Readable
-from pallas_kernels.backends.mosaic_gpu.reading import Reference, words_of
+from pallas_kernels.backends.mosaic_gpu.reading import Reference, mask_words
 from pallas_kernels.backends.mosaic_gpu.schedule import (
     RUN,
     WARPGROUP,
@@ -85,7 +85,7 @@ def changed(
         each = len(thread.words(mine[0]))
         first = thread.words(ids)[0]
         tokens = [first + i * apart for i in range(len(mine) * each // run)]
-        of_row = ChangesOfRow(here, word(row), words_of(schedule), tokens, run)
+        of_row = ChangesOfRow(here, word(row), mask_words(schedule), tokens, run)
         bits = of_row.loaded_bits(here.allowed)
         if in_pairs:
             mine = [*thread.pairs_kept(mine, bits)]

@@ -9,7 +9,7 @@ second-level cache then (`sum_in_cluster`); else there is a kernel for it (`read
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,11 @@ from jax import lax
 
 from pallas_kernels.backends.groups import WIDTH, GroupSums
 from pallas_kernels.backends.mosaic_gpu import compat, reading, thread
-from pallas_kernels.backends.mosaic_gpu.changing import ChangesOfRow, RowChanges, flat_changes
+from pallas_kernels.backends.mosaic_gpu.changes.row_changes import (
+    ChangesOfRow,
+    RowChanges,
+    flat_changes,
+)
 from pallas_kernels.backends.mosaic_gpu.chosen_groups import Row
 from pallas_kernels.backends.mosaic_gpu.compat import GPU, Readable
 from pallas_kernels.backends.mosaic_gpu.groups_kernel import maxima_of, sums_of
@@ -39,7 +43,7 @@ class Biased(NamedTuple):
     Arrays outside a kernel, references inside.
     """
 
-    numbers: Readable  # [R * D] i32, distinct ones of a row; -1 where there is none
+    numbers: jax.Array  # [R * D] i32, distinct ones of a row; -1 where there is none
     changes: RowChanges  # of the R rows
 
 
@@ -49,10 +53,10 @@ class Replaced(NamedTuple):
     Arrays outside a kernel, references inside.
     """
 
-    numbers: Any  # `Biased.numbers`
-    maxima: Any  # [R * D] f32
-    sums: Any  # [R * D] f32
-    weighted: Any  # [R * D] f32, or None
+    numbers: jax.Array  # `Biased.numbers`
+    maxima: jax.Array  # [R * D] f32
+    sums: jax.Array  # [R * D] f32
+    weighted: jax.Array | None = None  # [R * D] f32
 
 
 def biased_of(rows: Rows) -> Biased:
@@ -94,7 +98,7 @@ def read_biased(rows: Rows, biased: Biased, *, weighted: bool) -> Replaced:
     types = replaced_types(biased, weighted=weighted)
     kernel = GPU.kernel(
         functools.partial(_biased_groups_kernel, schedule=schedule, num_rows=num_rows, count=count),
-        out_type=jax.tree.leaves(types),
+        out_type=types,
         grid=(count // GROUPS_PER_BLOCK, num_targets),
         grid_names=("block", "row"),
         compiler_params=compat.compiler_params(approx_math=True),
@@ -102,13 +106,13 @@ def read_biased(rows: Rows, biased: Biased, *, weighted: bool) -> Replaced:
     )
     targets = reading.make_targets(rows.row_ids, rows.num_rows, rows.temperatures)
     results = kernel(rows.logits.reshape(-1), biased, targets)
-    return Replaced(biased.numbers, *jax.tree.unflatten(jax.tree.structure(types), results))
+    return Replaced(biased.numbers, *results)
 
 
-def replaced_types(biased: Biased, *, weighted: bool) -> tuple[Any, Any, Any]:
-    """The types of `Replaced` without the numbers."""
+def replaced_types(biased: Biased, *, weighted: bool) -> list[jax.ShapeDtypeStruct]:
+    """The types of `Replaced` without the numbers, and without what is None."""
     kind = compat.shape(biased.numbers.shape, jnp.float32)
-    return kind, kind, kind if weighted else None
+    return [kind] * (3 if weighted else 2)
 
 
 def _biased_groups_kernel(
@@ -194,13 +198,13 @@ def _pieces(row: Row, numbers: jax.Array, places: jax.Array) -> list[jax.Array]:
         begin = thread.larger(group, 0) * WIDTH + column
         tokens = [begin + i for i in range(0, WIDTH, width)]
         here = jax.tree.unflatten(tree, given)
-        words = reading.words_of(schedule)
+        words = reading.mask_words(schedule)
         of_row = ChangesOfRow(here, word(number), words, tokens, RUN)
         of_row = of_row._replace(near=of_row.places_before(place))
         masks = [of_row.load(ref) for ref in (here.allowed, here.unbiased)]
         runs = [
             [
-                thread.load_vector(
+                thread.load_run(
                     logits,
                     word(first) + thread.smaller(token + i, vocabulary - row.vector),
                     row.vector,
