@@ -121,10 +121,13 @@ def load_partials(
 def combine(loaded: Loaded, schedule: Schedule) -> Combined:
     """A row's numbers. Every warp does it, so that no thread waits for another warp."""
     lanes = thread.lanes_of(schedule.programs)
-    lane = compat.iota((WARP,), 0, compat.warp_layout()) & (lanes - 1)
 
     def summed(values: list[jax.Array]) -> jax.Array:
         """With 0 where a vector goes beyond the last program."""
+        if schedule.programs == lanes:
+            (of_lanes,) = values
+            return thread.over_lanes(thread.sum_of_two, of_lanes, lanes)
+        lane = compat.iota((WARP,), 0, compat.warp_layout()) & (lanes - 1)
         inside = (lane < schedule.programs - i * WARP for i in range(len(values)))
         every = (jnp.where(here, x, jnp.float32(0)) for here, x in zip(inside, values, strict=True))
         return thread.over_lanes(thread.sum_of_two, functools.reduce(jnp.add, every), lanes)
