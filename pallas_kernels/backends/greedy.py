@@ -106,13 +106,13 @@ def greedy_block_on_cpu(x: jax.Array) -> Greedy:
     maxima, with_nan = grouped(keys, is_nan, NARROWEST_GROUP)
     maxima, with_nan = grouped(maxima, with_nan, GROUPS_AT_ONCE)
     width = min(NARROWEST_GROUP * GROUPS_AT_ONCE, vocabulary)
-    largest, group = row_pieces.largest_and_first(
+    largest, group = row_pieces.largest_key_and_id(
         maxima, lax.broadcasted_iota(jnp.int32, maxima.shape, 1)
     )
     start = jnp.minimum(group * width, vocabulary - width)  # the last group may be short
     keys, _ = _keys(slices(x, start[:, None], width)[:, 0])
     ids = start[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
-    _, first = row_pieces.largest_and_first(keys, ids)
+    _, first = row_pieces.largest_key_and_id(keys, ids)
     return _choice(x, largest, first, jnp.any(with_nan, axis=1))
 
 

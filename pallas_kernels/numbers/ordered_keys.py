@@ -10,6 +10,8 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
+from pallas_kernels.lowering import row_pieces
+
 
 def ordered_keys(x: jax.Array) -> jax.Array:
     """Integers of the floats' size in the order of the floats x; -0.0 has the key of 0.0.
@@ -27,6 +29,15 @@ def floats(keys: jax.Array, dtype: DTypeLike) -> jax.Array:
 def key_of(value: float, dtype: DTypeLike) -> jax.Array:
     """The key [] of one value in `dtype`."""
     return ordered_keys(jnp.full((), value, dtype))
+
+
+def largest_and_first(x: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The largest of the floats x [B, n] of each row, and the lowest id [B, n] that has it.
+
+    No x is NaN. 0.0 stands for -0.0.
+    """
+    largest, first = row_pieces.largest_key_and_id(ordered_keys(x), ids)
+    return floats(largest, x.dtype), first
 
 
 def strictly_larger(x: jax.Array, than: jax.Array) -> jax.Array:

@@ -22,8 +22,8 @@ from jaxtyping import Array, Float32, Int32, UInt32
 
 from pallas_kernels.lowering.forms import barrier
 from pallas_kernels.lowering.prevent_recompute import prevent_recompute
-from pallas_kernels.lowering.row_pieces import largest_and_first
 from pallas_kernels.numbers.logarithm import logarithm
+from pallas_kernels.numbers.ordered_keys import largest_and_first
 
 ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 

@@ -27,7 +27,7 @@ from pallas_kernels.backends.row_totals import scaled
 from pallas_kernels.backends.xla.group_sums import sums_of_groups
 from pallas_kernels.lowering.forms import vary_like
 from pallas_kernels.lowering.prevent_recompute import prevent_recompute
-from pallas_kernels.lowering.row_pieces import at_place, filled
+from pallas_kernels.lowering.row_pieces import at_place, filled, summed
 from pallas_kernels.numbers.random_draws import GROUP, RECOVER, Source, best, gumbel, log_of
 from pallas_kernels.sampling.parameters import Sampling, Truncation, truncates
 from pallas_kernels.sampling.row_read import RowSummary, num_candidates
@@ -186,7 +186,10 @@ def best_group(logits: GroupedRows, row_read: RowSummary, drawing: Drawing) -> _
     changed = (taken_groups[:, :, None] == numbers[:, None]).any(axis=1)
     changed |= (cut_logit > -jnp.inf) & reached
     changed &= drawing.sampled[:, None] & logits.has(logits.numbers())[None]
-    noise = gumbel(drawing.source, GROUP, numbers)
+    # Of whole vectors of numbers: with a pad in it, XLA's CPU loop of the noise is no vector code.
+    some_more = logits.first + jnp.arange(-(-numbers.shape[1] // 32) * 32, dtype=jnp.int32)
+    some_more = jnp.broadcast_to(some_more, (numbers.shape[0], some_more.size))
+    noise = prevent_recompute(gumbel(drawing.source, GROUP, some_more)[:, : numbers.shape[1]])
 
     def scores(sums: GroupSums, noise: jax.Array) -> jax.Array:
         scores = log_of(sums.sums) + scaled(sums.maxima, largest, inverse) + noise
@@ -195,7 +198,8 @@ def best_group(logits: GroupedRows, row_read: RowSummary, drawing: Drawing) -> _
     def best_of(scores: jax.Array, numbers: jax.Array, sums: GroupSums) -> _Group:
         score, number = best(scores, numbers)
         is_number = numbers == number[:, None]
-        return _Group(score, number, jnp.max(jnp.where(is_number, sums.maxima, -jnp.inf), axis=1))
+        largest = summed(jnp.where(is_number, lax.bitcast_convert_type(sums.maxima, jnp.int32), 0))
+        return _Group(score, number, lax.bitcast_convert_type(largest[0], jnp.float32))
 
     group_scores = prevent_recompute(scores(sums, noise))
     batch, local = group_scores.shape
@@ -270,7 +274,8 @@ def best_token(
     gap = scaled(x, largest[:, None], drawing.inverse[:, None])
     token_ids = jnp.concatenate([ids, drawing.excluded_ids], axis=1)
     noise, apart = jnp.split(gumbel(drawing.source, RECOVER, token_ids), [ids.shape[1]], axis=1)
-    return Drawn(*best(jnp.where(is_kept, gap + noise, -jnp.inf), ids)), apart
+    scores = prevent_recompute(jnp.where(is_kept, gap + noise, -jnp.inf))
+    return Drawn(*best(scores, ids)), apart
 
 
 def draws_of_all_shards(logits: GroupedRows, drawn: Drawn) -> Drawn:

@@ -27,10 +27,10 @@ from pallas_kernels.contract.types import TopkLogprobs
 from pallas_kernels.lowering import typed
 from pallas_kernels.lowering.prevent_recompute import prevent_recompute
 from pallas_kernels.lowering.programs import compiled
-from pallas_kernels.lowering.row_pieces import largest_and_first
 from pallas_kernels.meshes.placement import WHOLE, AxisName, Split, VocabShard
 from pallas_kernels.meshes.split import on_own_part
 from pallas_kernels.numbers.logarithm import log_of_total
+from pallas_kernels.numbers.ordered_keys import largest_and_first
 from pallas_kernels.sampling import door
 from pallas_kernels.sampling.parameters import Sampling, truncates
 from pallas_kernels.sampling.rows import GroupedRows

@@ -7,7 +7,7 @@ import pytest
 from jax.extend.random import threefry_2x32
 
 from pallas_kernels.lowering.prevent_recompute import prevent_recompute
-from pallas_kernels.numbers import random_draws
+from pallas_kernels.numbers import ordered_keys, random_draws
 from pallas_kernels.numbers.exponential import EXP2, exponential
 from pallas_kernels.numbers.logarithm import log_of_total, logarithm
 from pallas_kernels.numbers.quotient import quotient
@@ -126,6 +126,18 @@ def shifts(noise):
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         text = drawn.lower(seed, ids).compile().as_text()
         return text.count(" shift-right-logical("), np.asarray(drawn(seed, ids))
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit])
+@pytest.mark.parametrize("number", [1, 2, 3, 6, 594])  # of a row, cut into four pieces
+def test_the_largest_number_has_its_first_id(number, transform):
+    values = np.array([-np.inf, -3.0, -0.0, 0.0, 1e-40, 2.0], np.float32)
+    rng = np.random.default_rng(number)
+    x = np.stack([rng.choice(values[: 1 + i % 6], number) for i in range(60)])
+    ids = np.stack([rng.permutation(number).astype(np.int32) - 1 for _ in x])
+    largest, first = transform(ordered_keys.largest_and_first)(x, ids)
+    np.testing.assert_array_equal(largest, x.max(axis=1))
+    np.testing.assert_array_equal(first, np.where(x == x.max(axis=1)[:, None], ids, 999).min(1))
 
 
 def test_random_bits_are_made_once():

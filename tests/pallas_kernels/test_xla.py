@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels import greedy, topk_logprobs
+from pallas_kernels.backends.xla import groups, selection
 from pallas_kernels.backends.xla import rows as xla
-from pallas_kernels.backends.xla import selection
+from pallas_kernels.contract.changes import Changes, apply, prepared
 from pallas_kernels.contract.rows import Outputs
 from pallas_kernels.sampling import Drafts, Sampling, verify
 from pallas_kernels.testing import oracle
@@ -113,6 +114,25 @@ def test_subnormal_logits_keep_their_order(dtype):
     expected = [oracle.greedy_token_id(row) for row in x]
     assert expected == [4, 504, 4, 2]  # by hand
     np.testing.assert_array_equal(programs.greedy(x).token_ids, expected)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("changed", [False, True])
+@pytest.mark.parametrize("number", [5, 39])  # rows, counted one by one and four at a time
+def test_larger_logits_of_listed_rows(number, changed, dtype):
+    rng, vocabulary = np.random.default_rng(number), 131
+    x = jnp.asarray(rng.choice([-np.inf, -2.0, -0.0, 0.0, 1e-40, 3.0], (number, vocabulary)), dtype)
+    ids = np.where(rng.random(number) < 0.8, rng.integers(0, vocabulary, number), -1)
+    bias_ids = rng.integers(-1, vocabulary, (number, 2)).astype(np.int32)
+    bias = rng.normal(0, 2, bias_ids.shape).astype(np.float32)
+    changes = None
+    if changed:
+        changes = Changes(bias_token_ids=jnp.asarray(bias_ids), bias=jnp.asarray(bias))
+        changes = prepared(changes, vocabulary)
+    count = jax.jit(groups.larger_than_tokens)(x, ids.astype(np.int32), changes)
+    values = np.asarray(x if changes is None else apply(x, changes)).astype(np.float64)
+    selected = np.take_along_axis(values, np.maximum(ids, 0)[:, None], 1)
+    np.testing.assert_array_equal(count, np.where(ids < 0, 0, (values > selected).sum(1)))
 
 
 def test_nothing_is_nan_where_skipped_rows_are_replaced():

@@ -14,7 +14,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
@@ -167,7 +166,7 @@ def of_block(
 def _maxima_of_few(tokens: Float[Array, "B T W"]) -> Float32[Array, "B T"]:
     """As `_maxima_of`, by one loop."""
     keys = ordered_keys.ordered_keys(tokens)
-    largest, _ = row_pieces.largest_and_first(keys, lax.broadcasted_iota(jnp.int32, keys.shape, 2))
+    largest = row_pieces.largest_key(keys.reshape(-1, keys.shape[2])).reshape(keys.shape[:2])
     return floats(largest, tokens.dtype).astype(jnp.float32)
 
 

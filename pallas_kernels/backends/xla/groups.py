@@ -199,17 +199,24 @@ def _num_larger_on_cpu(rows: ListedRows, than: jax.Array) -> jax.Array:
     """`_num_larger`, row by row."""
     row_ids, changes = rows.row_ids, rows.changes
     assert row_ids is not None
+    block = 1 if than.shape[0] <= FEW_TARGETS else LISTED_ON_CPU
 
     def work(start: jax.Array) -> jax.Array:
-        row, least = forms.rows_from((row_ids, than), start, 1)
-        x = _row_on_cpu(forms.pin_to_iteration(rows.logits, start), row[0])
-        if changes is not None:
-            (x,) = apply(x[None], changes_of_rows(changes, row))
-        limit = least[:, None].astype(x.dtype)
-        return number_where(lambda x: strictly_larger(x, limit), x[None], -jnp.inf)
+        some_ids, least = forms.rows_from((row_ids, than), start, block)
+        logits = forms.pin_to_iteration(rows.logits, start)
+
+        def number(i: int) -> jax.Array:
+            row = some_ids[i : i + 1]
+            x = _row_on_cpu(logits, row[0])[None]
+            if changes is not None:
+                x = apply(x, changes_of_rows(changes, row))
+            limit = least[i : i + 1, None].astype(x.dtype)
+            return number_where(lambda x: strictly_larger(x, limit), x, -jnp.inf)
+
+        return jnp.concatenate([number(i) for i in range(block)])
 
     initial = jnp.zeros(than.shape, jnp.int32)
-    return forms.map_blocks(work, 1, rows.num_rows, initial, (rows, than))
+    return forms.map_blocks(work, block, rows.num_rows, initial, (rows, than))
 
 
 def _row_on_cpu(logits: Float[Array, "N V"], row: jax.Array) -> Float[Array, " V"]:
