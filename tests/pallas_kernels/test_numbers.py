@@ -134,10 +134,12 @@ def test_the_largest_number_has_its_first_id(number, transform):
     values = np.array([-np.inf, -3.0, -0.0, 0.0, 1e-40, 2.0], np.float32)
     rng = np.random.default_rng(number)
     x = np.stack([rng.choice(values[: 1 + i % 6], number) for i in range(60)])
-    ids = np.stack([rng.permutation(number).astype(np.int32) - 1 for _ in x])
+    ids = np.stack([rng.permutation(number) * np.int32(10**6) - 1 for _ in x]).astype(np.int32)
     largest, first = transform(ordered_keys.largest_and_first)(x, ids)
     np.testing.assert_array_equal(largest, x.max(axis=1))
-    np.testing.assert_array_equal(first, np.where(x == x.max(axis=1)[:, None], ids, 999).min(1))
+    np.testing.assert_array_equal(
+        first, np.where(x == x.max(axis=1)[:, None], ids, 2**31 - 1).min(1)
+    )
 
 
 def test_random_bits_are_made_once():
