@@ -140,9 +140,9 @@ def _forward(
     scale: LogprobScale = jax.tree.map(lambda x, y: jnp.where(over_all, x, y), of_rows, of_set)
     log_mass = scale.log_sum + jnp.where(over_all, kept.log_kept, 0)
     logprobs = jnp.where(
-        token_logits > -jnp.inf,
+        token_logits == -jnp.inf,
+        jnp.where(jnp.isnan(log_mass), jnp.nan, -jnp.inf),
         _relative_of_token(token_logits, scale, temperatures) - log_mass,
-        token_logits,
     )
     logprobs = jnp.where(over_all | inside | jnp.isnan(token_logits), logprobs, -jnp.inf)
     logprobs = jnp.where(kept.counts == 0, 0.0, logprobs)

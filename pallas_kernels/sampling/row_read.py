@@ -30,7 +30,7 @@ from pallas_kernels.lowering.programs import compiled
 from pallas_kernels.meshes.placement import WHOLE, AxisName, Split, VocabShard
 from pallas_kernels.meshes.split import on_own_part
 from pallas_kernels.numbers.logarithm import log_of_total
-from pallas_kernels.numbers.ordered_keys import largest_and_first
+from pallas_kernels.numbers.ordered_keys import largest_and_first, strictly_larger
 from pallas_kernels.sampling import door
 from pallas_kernels.sampling.parameters import Sampling, truncates
 from pallas_kernels.sampling.rows import GroupedRows
@@ -244,13 +244,21 @@ def emitted_logprobs(
         vocab_size=vocab_size,
         **changes._asdict(),
     )
-    results: TopkLogprobs = jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), flat)
+    # Compiled, since explicit axes lose the place of an empty array in a reshape outside of `jit`.
+    results = compiled(_by_position, shape)(flat)
     if not digests:
         return results
     how = door.split_of(mesh, axis_name, vocab_size)
     logits = door.logits_of("logits", logits, is_flat=verified.row_ids is not None)
     words = compiled(_digests, how)(lax.stop_gradient(logits), verified.row_ids)
     return results._replace(digests=words.reshape(*shape, 2))
+
+
+def _by_position(
+    shape: tuple[int, int], results: TopkLogprobs
+) -> Annotated[TopkLogprobs, "B S = R"]:
+    """The results [B, S, ...] of R = B * S rows."""
+    return typed.tree_map(lambda x: x.reshape(*shape, *x.shape[1:]), results)
 
 
 def _digests(how: Split, logits: jax.Array, row_ids: jax.Array | None) -> jax.Array:
@@ -381,7 +389,8 @@ def _of_rows(shard: VocabShard, logits: jax.Array, by_slot: Any) -> tuple[jax.Ar
         named = jnp.concatenate([named, of_each_row(extra)], axis=1)
     x = answers.named_changed(rows, named, shard)
     k = flat_read.top_ids.shape[1]
-    larger = (flat_read.top_logits > x[:, :1]).sum(axis=1, dtype=jnp.int32)
+    is_number = ~(jnp.isnan(flat_read.top_logits) | jnp.isnan(x[:, :1]))
+    larger = (strictly_larger(flat_read.top_logits, x[:, :1]) & is_number).sum(1, dtype=jnp.int32)
     uncounted = ~jnp.isnan(x[:, 0]) & ~jnp.isnan(flat_read.log_scaled) & (larger == k)
     if shard == WHOLE:
         which = jnp.where(uncounted, ids, -1)

@@ -20,6 +20,7 @@ from pallas_kernels.sampling import (
     verify,
 )
 from pallas_kernels.sampling.kept_set import KEPT_ALL, KEPT_MANY, PaddedKept
+from tests.support import quick_compile
 
 B, S, K = 3, 2, 5
 R = B * S
@@ -103,6 +104,27 @@ def test_verification_and_topk_logprobs_are_one_number():
             mine = np.asarray(getattr(emitted, name))
             other = np.asarray(getattr(rows, name)).reshape(mine.shape)
             np.testing.assert_array_equal(mine[there], other[there])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_subnormal_logits_keep_their_order_beside_sampled_rows(dtype):
+    x = np.zeros((3, 1000), np.float32)
+    x[0, 5], x[0, 997], x[1], x[1, 500] = 1e-40, 3e-40, -5e-40, -1e-40
+    rows, sampling = jnp.asarray(x, dtype), Sampling.of(3, temperature=[0, 0, 1], top_k=1)
+    ids = jnp.array([6, 2, 2], jnp.int32)
+
+    @quick_compile.as_users
+    def verified(x):
+        alone, read = (
+            verify(x[:, None], Drafts.none(3, 0, 1000), sampling, jnp.zeros(3, jnp.int32), k=k)
+            for k in (None, 2)
+        )
+        emitted = emitted_logprobs(x[:, None], read, token_ids=ids[:, None])
+        return alone.token_ids[:2, 0], read.token_ids[:2, 0], emitted.token_ranks[:, 0]
+
+    greedy_ids, same_ids, ranks = verified(rows)
+    assert greedy_ids.tolist() == same_ids.tolist() == [997, 500]
+    assert ranks.tolist() == topk_logprobs(rows, ids, 2).token_ranks.tolist() == [3, 2, 1]
 
 
 def test_no_transformation_or_call_changes_a_bit_of_a_row():

@@ -91,9 +91,9 @@ def searched(
         """What top-k, and in the second step top-p, leaves."""
         by_mass = step > 0
         needs_mass = by_k & by_p & by_mass
-        base = jnp.where(
-            needs_mass, exact_sums.to_float(_mass(rows, prefix, needs_mass), vocab_size), total
-        )
+        number = _number_there(rows, prefix, needs_mass)
+        mass = _mass(rows, prefix._replace(number=number), needs_mass)
+        base = jnp.where(needs_mass, exact_sums.to_float(mass, vocab_size), total)
         count = sampling.top_k.astype(jnp.float32)
         limit = jnp.where(by_mass, jnp.maximum(sampling.top_p * base, 1e-30), count)  # never none
         filters = jnp.where(by_mass, by_p, by_k)
@@ -252,6 +252,20 @@ def _mass(rows: SearchedRows, prefix: Prefix, is_searched: jax.Array) -> Mass:
     mass_above = lax.cond(jnp.any(is_searched & ~prefix.is_weighed), above, lambda: prefix.above)
     mass = rows.mass_of_key(prefix.key, by_mass)
     return _added(mass_above, prefix.number, mass, rows.vocab_size)
+
+
+def _number_there(rows: SearchedRows, prefix: Prefix, is_searched: jax.Array) -> jax.Array:
+    """How many tokens [B] with its key a prefix has.
+
+    Where there are fewer numbers than top-k wants, it has the key of the lowest, which may be that
+    of no token; and of float16 at a high temperature that one has a weight.
+    """
+
+    def counted() -> jax.Array:
+        count = (rows.keys == prefix.key[:, None].astype(rows.keys.dtype)).sum(1, dtype=jnp.int32)
+        return jnp.minimum(prefix.number, rows.shard.across_sum(count))
+
+    return typed.cond(jnp.any(is_searched & ~prefix.met), counted, lambda: prefix.number)
 
 
 def _lowest_within(rows: SearchedRows, sampling: Sampling) -> jax.Array:

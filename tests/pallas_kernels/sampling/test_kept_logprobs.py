@@ -201,16 +201,17 @@ def test_learner_logprobs_are_those_of_the_products_logits():
 
 def test_masked_and_invalid_logits():
     """-inf inside a set weighs nothing; a row with a NaN in its set is NaN, its neighbors not."""
-    x = jnp.array([[0.0, -jnp.inf, 1.0, 2.0]] * 5)
-    x = x.at[4, 3].set(jnp.nan)
-    ids = np.int32([[0, 1, 2], [0, 1, 2], [1, -1, -1], [-1, -1, -1], [0, 2, 3]])
-    kept = PaddedKept(ids, np.int32([3, 3, 1, KEPT_ALL, 3]), np.zeros(5, np.float32))
-    token_ids = np.int32([2, 1, 1, 1, 0])
+    x = jnp.array([[0.0, -jnp.inf, 1.0, 2.0]] * 7)
+    x = x.at[4:, 3].set(jnp.nan)
+    ids = [[0, 1, 2], [0, 1, 2], [1, -1, -1], [-1, -1, -1], [0, 2, 3], [1, 2, 3], [-1, -1, -1]]
+    counts = np.int32([3, 3, 1, KEPT_ALL, 3, 3, KEPT_ALL])
+    kept = PaddedKept(np.int32(ids), counts, np.zeros(7, np.float32))
+    token_ids = np.int32([2, 1, 1, 1, 0, 1, 1])
     found = logprobs(x, token_ids, kept, 1.0)
     np.testing.assert_allclose(found[0], 1 - np.log(1 + np.e), atol=1e-6)
     assert np.isneginf(found[1:4]).all()
-    assert np.isnan(found[4])
-    by_logits, by_t = gradients(x, token_ids, kept, np.ones(5, np.float32), np.ones(5, np.float32))
+    assert np.isnan(found[4:]).all()
+    by_logits, by_t = gradients(x, token_ids, kept, np.ones(7, np.float32), np.ones(7, np.float32))
     assert np.isfinite(by_logits[0]).all()
     assert not np.concatenate([by_logits[1:4], by_t[1:4, None]], axis=1).any()
 

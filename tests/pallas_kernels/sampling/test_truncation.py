@@ -238,6 +238,14 @@ def test_shards_cut_a_gap_alike():
     chex.assert_trees_all_equal(cut, quick_compile.jit(lambda x: truncation(x, asked))(rows))
 
 
+def test_numbers_that_are_missing_have_no_weight():
+    """Top-k wants more than there are: a share is of these alone, also of lowest numbers."""
+    x = np.full((2, 2049), -np.inf, np.float16)
+    x[:, :617], x[1, 617:620] = 0, np.finfo(np.float16).min  # exp(-0.655), each
+    cut = truncation(jnp.asarray(x), sampling_of([1e5, 1e5], top_k=2048, top_p=0.5))
+    assert cut.cut_id.tolist() == [308, 309]
+
+
 SUBNORMAL = 1e-40
 
 

@@ -9,7 +9,8 @@ import pytest
 from jax.sharding import NamedSharding
 
 from jax_specdec.device import Drafts, Sampling, verify
-from pallas_kernels.sampling import draw
+from pallas_kernels import topk_logprobs
+from pallas_kernels.sampling import draw, emitted_logprobs
 from tests.support import quick_compile
 from tests.support.collectives import longest_axis
 from tests.support.quick_compile import UNOPTIMIZED as QUICK
@@ -62,6 +63,18 @@ def drafted_and_verified_flat(logits, place, changes):
     drafts = Drafts.joined(drawn, jnp.full(B, S - 1, jnp.int32))
     verified = verify(target, drafts, SAMPLING, POSITIONS, row_ids=place, **changes)
     return drafts.token_ids, *verified[:2]
+
+
+def test_results_of_explicit_axes_can_be_fetched():
+    """Outside of `jit` too, where nothing is asked for beside the logprobs: an empty array."""
+    x = inputs()[0][:, :1, :500]
+    with jax.set_mesh(users_mesh("explicit")):
+        rows = jax.device_put(x, NamedSharding(users_mesh("explicit"), P("data")))
+        verified = verify(rows, Drafts.none(B, 0, 500), SAMPLING, POSITIONS, k=2)
+        emitted = jax.device_get(emitted_logprobs(rows, verified))
+    alone = topk_logprobs(x[:, 0], np.asarray(verified.token_ids)[:, 0], 2)
+    np.testing.assert_array_equal(emitted.logprobs[:, 0], alone.logprobs)
+    assert emitted.extra_logprobs.shape == (B, 1, 0)
 
 
 @pytest.mark.slow
