@@ -246,7 +246,7 @@ def finish_rows_kernel(
     shape: tuple[int, ...],
     num_targets: int,
     own: Callable[[], Index] = lambda: lax.axis_index("row"),  # its target row
-    wait: Callable[[], None] = lambda: None,  # until pass 1 has ended
+    wait: Callable[[], object] = lambda: None,  # until pass 1 has ended
 ) -> None:
     k = outputs.k
     more = more_outputs(outputs, mode)

@@ -391,7 +391,7 @@ def _counted(
         given = [piece.astype(jnp.float32) for piece in pieces]
     kind = thread.result((WARPGROUP,), jnp.float32, here)
     layouts: tuple[Layout | str | None, ...] = (here, "scalar", *[layout] * len(given))
-    return thread.inline(body, (counts, limit, *given), layouts, kind)  # type: ignore[no-any-return]
+    return thread.inline(body, (counts, limit, *given), layouts, kind)
 
 
 def _pair_of_limits(row: RowOfGroups) -> jax.Array:
@@ -526,7 +526,7 @@ def group_sums_of(terms: jax.Array, layout: Layout) -> jax.Array:
         mine = thread.sum_over_lanes(thread.sum_in_pairs(thread.words(given)), width // RUN)
         return thread.one_each(mine, layout.reduce(1), (groups,))
 
-    return thread.inline(  # type: ignore[no-any-return]
+    return thread.inline(
         body, (terms,), (layout,), thread.result((groups,), jnp.float32, layout.reduce(1))
     )
 

@@ -252,4 +252,5 @@ def _numbers(
 
     kind = thread.result((GROUPS_PER_BLOCK,), jnp.int32, layout)
     arguments, layouts = (numbers_ref, begin, block), (None, "scalar", "scalar")
-    return thread.inline(body, arguments, layouts, (kind, kind))  # type: ignore[no-any-return]
+    group_numbers, places = thread.inline(body, arguments, layouts, (kind, kind))
+    return group_numbers, places
