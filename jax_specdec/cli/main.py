@@ -96,6 +96,7 @@ def parsed_options(arguments: Sequence[str] | None) -> tuple[ModuleType, argpars
     parser = argument_types.Parser(
         prog="jax-specdec", description="Exact token logprobs for speculative decoding in JAX."
     )
+    parser.example = EXAMPLES["demo"]
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     form = argparse.RawDescriptionHelpFormatter

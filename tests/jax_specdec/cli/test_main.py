@@ -40,7 +40,9 @@ def test_every_command_explains_itself(name, capsys):
     assert program == "jax-specdec"
     assert main_module.parsed_options(arguments)[1].command == name  # which it would refuse else
     status_of("--help")
-    assert re.search(rf"^    {name}\s", capsys.readouterr().out, re.MULTILINE)
+    assert re.search(
+        rf"\Aexample: .*^    {name}\s", capsys.readouterr().out, re.MULTILINE | re.DOTALL
+    )
 
 
 @pytest.mark.parametrize(
