@@ -52,6 +52,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except HiddenPackage as error:
         _complain(f"jax-specdec: {error}")
         return 2
+    except ModuleNotFoundError as error:  # installed with `--no-deps`, for the kernels alone
+        _complain(
+            f"jax-specdec: {error}: commands need what the plain install brings (pip install .)"
+        )
+        return 2
 
 
 def program() -> int:

@@ -72,23 +72,32 @@ def test_main_runs_in_another_thread_too(fake):
     assert codes == [0]
 
 
-INTERRUPTED_IMPORT = """
+ENGINE = "jax_specdec.engine.engine"
+NO_X = "jax-specdec: no x: commands need what the plain install brings (pip install .)\n"
+FAILING_IMPORT = """
 import sys
-class Interrupt:
+class Failure:
     def find_spec(self, name, path=None, target=None):
         if name == sys.argv[1]:
-            raise KeyboardInterrupt
-sys.meta_path.insert(0, Interrupt())
+            raise eval(sys.argv[2])
+sys.meta_path.insert(0, Failure())
 from jax_specdec.cli.main import main
 sys.exit(main(["demo"]))
 """
 
 
-@pytest.mark.parametrize("module", ["ipc.wire", "jax_specdec.engine.engine"])
-def test_ctrl_c_during_an_import_prints_no_traceback(module):
-    command = [sys.executable, "-c", INTERRUPTED_IMPORT, module]
+@pytest.mark.parametrize(
+    ("module", "error", "status", "message"),
+    [
+        *((name, "KeyboardInterrupt", 130, "interrupted\n") for name in ("ipc.wire", ENGINE)),
+        *((name, "ModuleNotFoundError('no x')", 2, NO_X) for name in ("rich.console", "xxhash")),
+    ],
+)
+def test_an_import_that_fails_prints_no_traceback(module, error, status, message):
+    """By Ctrl-C, or as a package is not installed."""
+    command = [sys.executable, "-c", FAILING_IMPORT, module, error]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+    assert (done.returncode, done.stderr) == (status, message)
 
 
 def tops(*modules):
