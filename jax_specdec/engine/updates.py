@@ -1,4 +1,4 @@
-"""What an engine tells: updates, one a message or event, and its workers' numbers."""
+"""An engine's updates, one a message or event, and its workers' numbers."""
 
 from dataclasses import dataclass
 

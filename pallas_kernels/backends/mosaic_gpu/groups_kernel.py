@@ -51,7 +51,7 @@ NO_TARGETS = RowTargets(None, None, None)
 
 
 class GroupOutputs(NamedTuple, Generic[_Output]):
-    """What pass 1 leaves of R rows; of a row's `padded_groups` places `num_groups` are written."""
+    """The results of pass 1; of a row's `padded_groups` places `num_groups` are written."""
 
     # [3 * R * programs] f32, [3, R, programs] without its axes: see `_Carry`. Counts are 0 where
     # nothing is counted.
@@ -64,7 +64,7 @@ class GroupOutputs(NamedTuple, Generic[_Output]):
 
 
 class GroupInputs(NamedTuple):
-    """What pass 1 takes beside the logits: arrays outside the kernel, references inside."""
+    """Inputs of pass 1 beside the logits: arrays outside the kernel, references inside."""
 
     targets: RowTargets
     # [R] f32, `inverse_temperature`; None: of the targets' temperatures.
@@ -78,7 +78,7 @@ class GroupInputs(NamedTuple):
 
 
 class _Carry(NamedTuple):
-    """What a program keeps between steps; [groups of a block] float32."""
+    """A program's values between steps; [groups of a block] float32."""
 
     maximum: jax.Array
     # Sums of the groups' sums, each as it is: above 0 where a logit is above -inf, NaN where a row
@@ -187,7 +187,7 @@ def _run(
 
 
 class RowOfGroups(NamedTuple):
-    """What a program knows of the row that it reads, in the kernel."""
+    """The row that a program reads, in the kernel."""
 
     schedule: Schedule
     logits_ref: jax.Ref  # [N * width]

@@ -1,4 +1,4 @@
-"""What one thread of a kernel computes, where Pallas has only whole vectors: MLIR, spelt in Python.
+"""Work of one thread of a kernel, where Pallas has only whole vectors: MLIR, spelt in Python.
 
 Pallas lowers operations of vectors that a warpgroup holds. It has no store to a place that each
 thread chooses, no prefix sum and no atomic, so the selection in pass 2 writes a few functions of
@@ -101,7 +101,7 @@ def word(value: Number) -> Word:
 
 
 def words(vector: Vector) -> list[Word]:
-    """What a thread holds of a vector, in the order of its registers."""
+    """A thread's part of a vector, in the order of its registers."""
     found = []
     for register in vector.registers.flat:
         (length,) = ir.VectorType(register.type).shape
@@ -341,7 +341,7 @@ def dtype_of(vector: Vector) -> str:
 
 
 def pairs(vector: Vector) -> list[Word]:
-    """What a thread holds of a vector of 16 bits, an even number a register, two of them a word."""
+    """A thread's part of a vector of 16 bits, an even number a register, two of them a word."""
     found = []
     for register in vector.registers.flat:
         count = ir.VectorType(register.type).shape[0] // 2
@@ -466,7 +466,7 @@ def special(register: str) -> jax.Array:
 
 
 def arrive_in_cluster() -> None:
-    """What the thread wrote before is seen by those of its cluster that wait for it."""
+    """Let those of the cluster that wait for this thread see what it wrote before."""
     _ordered("barrier.cluster.arrive.release.aligned;")
 
 
@@ -490,7 +490,7 @@ def when(condition: Word, body: Callable[[], None]) -> None:
 
 
 def when_else(condition: Word, body: Callable[[], list[Word]], otherwise: list[Word]) -> list[Word]:
-    """What the body returns in threads where the condition holds, elsewhere the other values."""
+    """The body's values in threads where the condition holds, elsewhere the other values."""
     branch = scf.IfOp(condition.value, [x.value.type for x in otherwise], has_else=True)
     with ir.InsertionPoint(branch.then_block):
         scf.yield_([x.value for x in body()])
@@ -702,7 +702,7 @@ def lanes_of(number: int) -> int:
 
 
 def over_lanes(join: Callable[[Word, Word], Word], vector: jax.Array, lanes: int) -> jax.Array:
-    """What 2**n neighboring lanes hold of a vector in a `warp_layout`, joined in pairs: a number.
+    """The values of 2**n neighboring lanes in a `warp_layout`, joined in pairs: a number.
 
     Each 2**n lanes of the warp hold the same.
     """

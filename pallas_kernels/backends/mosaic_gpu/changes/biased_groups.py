@@ -140,7 +140,7 @@ def sum_in_cluster(
     program: Index,
     num_targets: int,
 ) -> None:
-    """What a program of a row's cluster does: every so many blocks of the row's are its own.
+    """The work of a program of a row's cluster: every so many blocks of the row's are its own.
 
     Args:
       row: of logits, and their changes.
