@@ -105,7 +105,8 @@ def _summary(section: Section) -> str:
         middle = statistics.median(ratios)
         shown = f"{middle:.3g}x ({ratios[0]:.3g}x, {ratios[-1]:.3g}x)"
     verdicts = [target.verdict for comparison in comparisons for target in comparison.targets]
-    limits = f"{verdicts.count('held')} of {len(verdicts) - verdicts.count('not measured')}"
+    judged = len(verdicts) - verdicts.count("not measured")
+    limits = f"{verdicts.count('held')} of {judged}" if judged else "none set"
     what = SUITES.get(section.suite, "")
     return f"| [{section.suite}](#{section.suite}) | {what} | {shown} | {limits} |"
 

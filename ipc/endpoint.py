@@ -1,4 +1,4 @@
-"""What both sides of a ring share: creating, attaching, watching the peer, closing."""
+"""An end of a ring, of either side: creating, attaching, watching the peer, closing."""
 
 import atexit
 import sys

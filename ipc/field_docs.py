@@ -1,4 +1,4 @@
-"""What `help` says of a named tuple's fields, in place of "Alias for field number".
+"""Texts of `help` on a named tuple's fields, in place of "Alias for field number".
 
 `pallas_kernels/contract/field_docs.py` has the same function: neither package needs the other.
 """

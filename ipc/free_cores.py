@@ -53,7 +53,7 @@ def _read(path: str) -> bytes:
 
 
 class FreeCores:
-    """What one side of a ring knows of its cores. It begins by knowing nothing, and then blocks.
+    """The cores of one side of a ring, as far as it knows; it begins without, and then blocks.
 
     Attributes:
       spin: a core was free for a whole span, and was not lost since.

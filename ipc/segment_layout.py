@@ -137,7 +137,7 @@ class Geometry:
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
-        """What a segment's header says."""
+        """The sizes in a segment's header."""
         return self.num_slots, self.slot_bytes, self.stride, self.total_bytes
 
     def descriptor_offset(self, sequence: int) -> int:

@@ -62,7 +62,7 @@ class WireError(ValueError):
 
 
 class Kind(IntEnum):
-    """What a message carries. Target and draft have the numbers of the seed system."""
+    """The kind of a message. Target and draft have the numbers of the seed system."""
 
     TARGET = 3  # emitted tokens, logprobs under the target model
     DRAFT = 4  # the drafts verified in this step, logprobs under the draft model
@@ -70,7 +70,7 @@ class Kind(IntEnum):
 
 
 class SlotState(IntEnum):
-    """What happened to a slot in this step."""
+    """The event of a slot in this step."""
 
     TOKENS = 0  # it emitted tokens
     NOTHING = 1  # nothing this step: its prompt is still being prefilled
@@ -295,7 +295,7 @@ def words_bound(
 
 @with_field_docs
 class Limits(NamedTuple):
-    """What a row of a message has at most, by what requests may ask for.
+    """The most that a row of a message has, by what requests may ask for.
 
     Attributes:
       columns: of an emitted token's logprobs, 0 without.

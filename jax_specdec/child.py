@@ -1,4 +1,4 @@
-"""What a process of a worker does before it imports anything that takes its time.
+"""A worker's process before it imports anything that takes its time.
 
     python -P -m jax_specdec.child MODULE [PARENT]
 

@@ -47,7 +47,7 @@ def default_folder() -> Path:
 
 
 def contents(folder: Path) -> Contents:
-    """What a folder holds; nothing where it is not there."""
+    """The contents of a folder; nothing where it is not there."""
     sizes = [file_stat.st_size for _, file_stat in _files(folder)]
     return Contents(len(sizes), sum(sizes))
 

@@ -1,4 +1,4 @@
-"""What the requests of an engine may ask for at most: its workers compile programs for it.
+"""The most that an engine's requests may ask for: its workers compile programs for it.
 
 Everything static about a program follows from it, so nothing is compiled once an engine is ready,
 and a request beyond it is refused where it is submitted.
@@ -35,7 +35,7 @@ _ASKING = {
 
 
 class Excess(NamedTuple):
-    """What of a request is beyond a declaration."""
+    """The part of a request that is beyond a declaration."""
 
     field: str  # of `Serves`
     value: Any  # that the request needs there
@@ -54,7 +54,7 @@ class Excess(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Serves:
-    """What requests may ask for at most.
+    """The most that requests may ask for.
 
     More takes longer to start, and no longer to run: a batch runs the programs that its requests
     need. `Serves.of` declares what some requests ask for, and `EVERYTHING` is all that can be.
@@ -139,7 +139,7 @@ class Serves:
         return max(self.max_extra_token_ids, self.max_extra_token_ids_of_prompts)
 
     def limits(self, vocab_size: int) -> wire.Limits:
-        """What the rows of messages have at most, which bounds a ring's messages."""
+        """The most that rows of messages have, which bounds a ring's messages."""
 
         def columns(k: int | None) -> int:
             return 0 if k is None else min(k, vocab_size) + 1
@@ -159,7 +159,7 @@ class Serves:
         return sum(getattr(self, name) * bits for name, bits in ROW_FIELDS.items())
 
     def excess(self, params: SamplingParams) -> Excess | None:
-        """What a request asks for beyond this, the first of it; None where it is served."""
+        """The first thing that a request asks for beyond this; None where it is served."""
         for name, value in _needs(params):
             present = getattr(self, name)
             if _larger(present, value) != present:

@@ -49,7 +49,7 @@ class RequestError(ValueError):
 
 @with_field_docs
 class Structured(NamedTuple):
-    """What a text must be, from its first token to its end.
+    """The form of a text, from its first token to its end.
 
     Attributes:
       kind: one of STRUCTURES.
@@ -247,7 +247,7 @@ class SamplingParams:
 
     @property
     def of_prompt(self) -> "SamplingParams":
-        """What a prompt's rows have, as if its tokens were emitted: its K, and no values or sets.
+        """The parameters of a prompt's rows, as if its tokens were emitted: its K, no values.
 
         Of extra token ids only the number counts.
         """

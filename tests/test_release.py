@@ -62,7 +62,7 @@ def test_the_upload_has_no_password_and_no_other_rights():
     assert "id-token: write" in publish
     assert "id-token" not in build
     assert "environment: pypi" in publish
-    assert "if: github.ref_type == 'tag'" in publish
+    assert "if: github.event_name == 'push'" in publish  # not by hand, even on a tag
     assert not re.search(r"password:|secrets\.", text)
 
 

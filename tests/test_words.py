@@ -11,6 +11,7 @@ WORDS = {
     "found", "one", "given", "kept", "own", "left", "whole", "each", "known", "mine", "every",
     "here", "said", "nothing", "asked", "wanted",
 }  # fmt: skip
+MOST_WHAT = 30  # docstrings that begin so
 MOST = 200  # bindings in the three packages; "kept" of kept sets is among them
 
 
@@ -26,6 +27,12 @@ def bindings(source):
 def test_few_names_say_how_a_value_came():
     sources = [path.read_text("utf-8") for path in modules(*PACKAGES).values()]
     assert sum(len([*bindings(source)]) for source in sources) <= MOST
+
+
+def test_docstrings_open_with_a_noun_or_a_verb():
+    """Few say "What ..."."""
+    sources = [path.read_text("utf-8") for path in modules(*PACKAGES).values()]
+    assert sum(source.count('"""What ') for source in sources) <= MOST_WHAT
 
 
 def test_each_way_to_bind_a_word_is_seen():

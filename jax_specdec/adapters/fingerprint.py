@@ -1,4 +1,4 @@
-"""What a function of a package says, as a number that is the same on every Python.
+"""A number of a function's source, the same on every Python.
 
 A release's number says little of the one function that an adapter replaces. Its syntax does,
 together with that of what it calls in the package: without comments, docstrings and layout. The

@@ -1,4 +1,4 @@
-"""What models do with their last hidden states: a head, and logprobs without its logits."""
+"""Heads on models' last hidden states, and logprobs without logits."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ from pallas_kernels import linear_topk_logprobs
 
 
 class ModelHead(NamedTuple):
-    """What a model does with its last hidden states."""
+    """A model's head on its last hidden states."""
 
     weight: jax.Array  # [V, H] or [H, V]
     axes: str

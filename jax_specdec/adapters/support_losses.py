@@ -17,7 +17,7 @@ DivergenceName = Literal["forward", "reverse", "jensen_shannon"]
 
 
 class Support(NamedTuple):
-    """What a teacher says of each position."""
+    """A teacher's support at each position."""
 
     token_ids: jax.Array  # [B, S, C] int32; -1: none
     logprobs: jax.Array  # [B, S, C] float32, at the temperature of the divergence

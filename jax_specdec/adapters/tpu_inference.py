@@ -88,7 +88,7 @@ def install(*, tokens: bool = True, prompt_logprobs: bool = False) -> Iterator[t
 
 
 def _new(*, tokens: bool) -> dict[str, Any]:
-    """What is replaced, by its name, and ours."""
+    """Our functions, by the names of those that they replace."""
     logprobs = compute_and_gather_logprobs, compute_and_gather_prompt_logprobs
     new = dict(zip(OF_LOGPROBS, (*logprobs, filter_speculative_logprobs), strict=True))
     if tokens:

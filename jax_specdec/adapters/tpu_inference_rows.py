@@ -22,7 +22,7 @@ V = 40
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Lengths:
-    """What processed logits look at of a step's drafts: how many each request has, [B]."""
+    """Lengths that processed logprobs look at: how many drafts each request has, [B]."""
 
     draft_lengths: jax.Array
 

@@ -172,7 +172,7 @@ def process_and_extend_logits(
 
 
 class Options(NamedTuple):
-    """What requests, or their drafts, are sampled by, in the words of `Sampling`."""
+    """The parameters of requests, or of their drafts, in the words of `Sampling`."""
 
     temperature: jax.Array
     top_k: jax.Array

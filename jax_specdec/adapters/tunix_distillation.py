@@ -96,7 +96,7 @@ def support_strategy(
 def _hidden(
     forward: Callable[..., jax.Array], model: Any, inputs: dict[str, Any]
 ) -> tuple[jax.Array, ModelHead]:
-    """What the function returns of the model without its head, and the head."""
+    """The function's result of the model without its head, and the head."""
     nnx = importlib.import_module("flax.nnx")
     copy, head = without_head(nnx.merge(*nnx.split(model), copy=True))
     return jnp.asarray(forward(copy, **inputs)), head

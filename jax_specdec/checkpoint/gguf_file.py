@@ -46,7 +46,7 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class Gguf:
-    """What a file says before its weights: the fields, and the tensors by name."""
+    """The head of a file, before its weights: the fields, and the tensors by name."""
 
     path: Path
     fields: dict[str, Any]
@@ -98,7 +98,7 @@ _MOST_NAMED = 16
 
 
 def _part(path: Path) -> str:
-    """What a file's name says of parts, for the error of one that is not whole; "" for nothing."""
+    """The parts that a file's name speaks of, for an error; "" where it speaks of none."""
     name = _PART.fullmatch(path.name)
     count = int(name[3]) if name else 1
     return f"; by its name it is one of {count} parts: {_others(path, count)}" if count > 1 else ""
@@ -319,7 +319,7 @@ def token_id(file: Gguf, name: str) -> int | None:
 
 
 def hf_name(name: str) -> str:
-    """What transformers calls a tensor; a name that is not known stays."""
+    """The name of a tensor in transformers; a name that is not known stays."""
     parts = _TENSOR.fullmatch(name)
     if parts is None or parts[2] not in NAMES:
         return name

@@ -270,7 +270,7 @@ def eos_token_ids(directory: Path) -> tuple[int, ...] | None:
 
 
 def _what_it_is(name: Path) -> str:
-    """What a name without a config.json in it may be, and the way out."""
+    """A guess at a name without a config.json in it, and the way out."""
     layout = (
         "a directory in Hugging Face layout (config.json, model.safetensors, tokenizer.json) or a "
         "GGUF file"

@@ -36,7 +36,7 @@ class Parser(argparse.ArgumentParser):
         super().error(message)
 
     def _misspelt(self, argument: str) -> str:
-        """What is near an argument that looks like an option and is none; "" where nothing is."""
+        """A hint at the option that an argument may mean; "" where it is like none."""
         name = argument.partition("=")[0]
         if not name.startswith("--") or name in self._option_string_actions:
             return ""

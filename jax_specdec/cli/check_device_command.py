@@ -260,7 +260,7 @@ def _environment(rehearsed: bool) -> dict[str, str]:
 
 
 def read_ground(program: Sequence[str], rehearsed: bool) -> dict[str, Any] | str:
-    """What a check stands on; a sentence where there is no device to check."""
+    """The ground of a check; a sentence where there is no device to check."""
     try:
         done = subprocess.run(
             program, capture_output=True, text=True, timeout=SECONDS.ground,

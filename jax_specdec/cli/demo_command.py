@@ -217,7 +217,7 @@ class Demo:
         return lines.append(title if self.messages else starting(), "bold")
 
     def heading(self, id: str) -> Text:
-        """What a request asked for, and what speculation did for it."""
+        """A request's parameters, and what speculation did for it."""
         params, last = self.requests[id].params, self.records[id][-1] if self.records[id] else None
         text = f"{id}: K = {params.logprobs}, T = {params.temperature:g}"
         if last is not None and (statistics := last.statistics) is not None:
@@ -232,7 +232,7 @@ class Demo:
         return Text(text, "bold")
 
     def summary(self, workers: Sequence[WorkerStatus]) -> Iterator[str]:
-        """What each worker did, and what the messages took."""
+        """The work of each worker, and what the messages took."""
         for worker in workers:
             sizes = [size for rank, size, _ in self.messages if rank == worker.process_rank]
             role, statistics = "prefill" if worker.prefill_only else "decode", worker.statistics

@@ -19,7 +19,7 @@ _SAME = (
 
 @dataclass
 class Report:
-    """What was found so far, and the files.
+    """Results so far, and the files.
 
     Attributes:
       folder: of the files.
@@ -117,7 +117,7 @@ class Report:
             yield self.ground["kernels"][part], word if ran else "NOT RUN", len(ran), len(names)
 
     def line(self) -> str:
-        """What a person can send back."""
+        """The line that a person can send back."""
         versions = self.ground["versions"]
         words = [verdict for _, verdict, _, _ in self.verdicts()]
         bad = [kernel for kernel, verdict, _, _ in self.verdicts() if verdict == "FAIL"]

@@ -1,4 +1,4 @@
-"""What becomes of prompts in an engine: texts as they grow, records as requests end.
+"""Run prompts in an engine: texts as they grow, records as requests end.
 
 One request's text is shown at a time, in the order of the prompts; the text that another request
 has by then appears at once when its turn comes. Records are written as their requests end.
@@ -249,7 +249,7 @@ class GenerateRun:
 
     @property
     def speculation(self) -> str:
-        """What it did, to stand behind the tally's line."""
+        """The figures of speculation, to stand behind the tally's line."""
         total = self._total
         if not total.num_drafts:
             return ""
@@ -261,7 +261,7 @@ class GenerateRun:
 
 
 class _Answer:
-    """What a prompt has brought so far."""
+    """The results of a prompt so far."""
 
     def __init__(self, prompt: Prompt, table: TokenTable) -> None:
         self.prompt, self._table = prompt, table

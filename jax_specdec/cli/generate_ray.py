@@ -152,7 +152,7 @@ def run(
 
 
 class _Work:
-    """What came of the prompts so far, and waits until their requests end.
+    """Results of the prompts so far, and a wait for the end of their requests.
 
     Attributes:
       tally: what became of them.

@@ -38,6 +38,7 @@ EXAMPLES = {
     "serve": "jax-specdec serve --model DIR --port 8000",
     "view": "jax-specdec view out.jsonl --open",
 }
+EXTRAS = {"serve": "'.[serve]'"}  # what a command needs beside the plain install
 _WIDTH = 80  # of the help's lines, and of what stands behind a redirection
 
 
@@ -51,6 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 128 + (error.args[0] if error.args else signal.SIGINT)
     except HiddenPackage as error:
         _complain(f"jax-specdec: {error}")
+        return 2
+    except ModuleNotFoundError as error:  # an extra, or all but what the kernels alone need
+        name = _command_of(arguments)
+        _complain(f"jax-specdec: {error}: {name} needs `pip install {EXTRAS.get(name, '.')}`")
         return 2
 
 
@@ -96,6 +101,7 @@ def parsed_options(arguments: Sequence[str] | None) -> tuple[ModuleType, argpars
     parser = argument_types.Parser(
         prog="jax-specdec", description="Exact token logprobs for speculative decoding in JAX."
     )
+    parser.example = EXAMPLES["demo"]
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     form = argparse.RawDescriptionHelpFormatter
@@ -104,7 +110,7 @@ def parsed_options(arguments: Sequence[str] | None) -> tuple[ModuleType, argpars
         for name, summary in COMMANDS.items()
     }
     arguments = sys.argv[1:] if arguments is None else arguments
-    if name := next((argument for argument in arguments if argument in COMMANDS), ""):
+    if name := _command_of(arguments):
         command = importlib.import_module(f"jax_specdec.cli.{name.replace('-', '_')}_command")
         parsers[name].description = _filled(command.HELP)
         parsers[name].example = EXAMPLES[name]
@@ -113,6 +119,11 @@ def parsed_options(arguments: Sequence[str] | None) -> tuple[ModuleType, argpars
     if unknown:
         parsers[options.command].refuse(unknown)
     return command, options
+
+
+def _command_of(arguments: Sequence[str] | None) -> str:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    return next((argument for argument in arguments if argument in COMMANDS), "")
 
 
 def _filled(text: str) -> str:

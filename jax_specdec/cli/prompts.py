@@ -229,7 +229,7 @@ def sampling_params(fields: Mapping[str, Any], defaults: SamplingParams) -> Samp
 
 
 def _way_out(name: str, names: list[str]) -> str:
-    """What to write instead of a field that is not known."""
+    """The field to write instead of one that is not known."""
     if name in _OTHERS:
         return f"is not known here; {_OTHERS[name]}"
     near = closest(name, names)

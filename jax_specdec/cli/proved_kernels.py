@@ -64,7 +64,7 @@ def update(path: Path, proofs: list[dict[str, Any]], passed: set[str], failed: s
 
 
 def _place(entry: ProofEntry) -> tuple[str, ...]:
-    """What there is one entry of."""
+    """The fields of which there is one entry."""
     return tuple(entry[name] for name in PROOF_FIELDS[:-1])
 
 

@@ -17,7 +17,7 @@ class OutputError(ValueError):
 
 
 class Output(contextlib.ExitStack):
-    """What runs have written to a file or a folder; use it as a context manager.
+    """The output of runs in a file or a folder; use it as a context manager.
 
     Attributes:
       path: of the file or folder.

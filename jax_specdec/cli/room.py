@@ -1,4 +1,4 @@
-"""What an engine's workers take of memory, and what they hold, in one line."""
+"""The memory of an engine's workers, and what they hold, in one line."""
 
 from dataclasses import replace
 from pathlib import Path

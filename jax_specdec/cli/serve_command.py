@@ -193,7 +193,7 @@ def _fitting_length(config: ModelConfig, options: argparse.Namespace, most: int)
 def model_of(
     options: argparse.Namespace,
 ) -> tuple[Callable[[], ServedModel], EngineConfig, ModelConfig | None]:
-    """What makes the model to serve, the engine that runs it, and its sizes if they are known."""
+    """The maker of the model to serve, the engine that runs it, and its sizes if they are known."""
     weights, dtype, limit, checkpoint = "", options.dtype, MAX_LENGTH, None
     directory, vocab_size, eos = options.tokenizer, options.vocab_size, None
     name = options.own_model.partition(":")[0] or TINY

@@ -1,4 +1,4 @@
-"""What a server says of its work, and its end where its engine has stopped for good."""
+"""A server's log of its work, and its end where its engine has stopped for good."""
 
 import contextlib
 import logging

@@ -60,7 +60,7 @@ def add_serves(parser: argparse.ArgumentParser) -> Any:
 
 
 def serves(options: argparse.Namespace) -> Serves:
-    """What the options declare."""
+    """The declaration that the options make."""
     values = {field.name: getattr(options, field.name) for field in _FIELDS}
     return Serves(**values | {"max_logprobs_mode": MODES[options.max_logprobs_mode]})
 

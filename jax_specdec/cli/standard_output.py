@@ -1,4 +1,4 @@
-"""What a person sees of a run: texts, in styles on a terminal, and before them what workers do."""
+"""A run on standard output: texts, in styles on a terminal, and before them what workers do."""
 
 import contextlib
 import math
@@ -42,7 +42,7 @@ def style(logprob: float | None, accepted: bool) -> str:
 
 
 def legend_text(unknown: bool = True) -> Text:
-    """What the colors mean, on one line; `unknown` adds that of tokens without logprobs."""
+    """The meaning of colors, on one line; `unknown` adds that of tokens without logprobs."""
     text = Text("colors by logprob: ", no_wrap=True, overflow="ellipsis")
     names = [f"below {upper:g}" for upper, _ in BANDS] + ["above"]
     for name, shown in zip(names, [shown for _, shown in BANDS] + [SURE], strict=True):
@@ -84,7 +84,7 @@ BAR = 20  # characters
 
 
 def shower(*, quiet: bool) -> tuple[Show, Style | None]:
-    """What `generate.TextsInOrder` takes to show texts, or to show none.
+    """The function by which `generate.TextsInOrder` shows texts, or shows none.
 
     On a terminal, texts are in styles, and without control codes.
     """
@@ -161,7 +161,7 @@ def _write(kind: str, text: str) -> None:
 
 
 def phases_of(engine: Engine) -> Phases:
-    """What each process of the engine's workers does."""
+    """The phase of each process of the engine's workers."""
     return lambda: [text for worker in engine.status for text in worker.phase]
 
 
@@ -182,7 +182,7 @@ class Starting:
         self._since: dict[str, float] = {}
 
     def line(self) -> str:
-        """What is done now, each thing once, and for how many seconds already."""
+        """The phases now, each once, and for how many seconds already."""
         now, doing = self._clock(), dict.fromkeys(self._phases())
         self._since = {what: self._since.get(what, now) for what in doing}
         line = "; ".join(f"{what}, {now - since:.0f} s" for what, since in self._since.items())

@@ -1,4 +1,4 @@
-"""What compiles kernels on this machine: the driver, ptxas, libdevice; and who holds its memory."""
+"""The toolchain of this machine: the driver, ptxas, libdevice; and who holds its memory."""
 
 import importlib.util
 import os
@@ -32,7 +32,7 @@ class Toolchain(NamedTuple):
             yield f"{name}: {path or 'not found in ' + ', '.join(self.searched)}"
 
     def notes(self) -> Iterator[str]:
-        """What may stand in the way of the GPU kernels, and the way out."""
+        """Notes on what may stand in the way of the GPU kernels, and the way out."""
         for cuda, least in map(LEAST_DRIVERS.__getitem__, self.plugins):
             number = self.driver.partition(".")[0]
             if number.isdigit() and int(number) < least:

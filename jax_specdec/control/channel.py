@@ -157,7 +157,7 @@ class Link:
 
     @property
     def connection(self) -> Connection:
-        """What the process needs to get its commands."""
+        """The connection by which the process gets its commands."""
         server = self._server
         key = server._public_key.decode()
         return Connection(address=server._address, identity=self.identity, server_key=key)

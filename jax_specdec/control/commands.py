@@ -1,4 +1,4 @@
-"""What the engine tells its model worker, as values and as bytes.
+"""Commands of the engine to its model worker, as values and as bytes.
 
 A command is one msgpack array: its name, then its fields. Token ids are packed int32, so a prompt
 of 128,000 tokens is copied, never written out. `Start` alone is a line of JSON: a worker gets it on
@@ -32,7 +32,7 @@ class ControlError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerConfig:
-    """What a worker runs: the part of `EngineConfig` that every worker of an engine is told.
+    """The configuration of a worker: the part of `EngineConfig` that every worker is told.
 
     Attributes:
       vocab_size: ids below it are legal in a prompt; at most the model's.
@@ -165,7 +165,7 @@ class Member:
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """What a process of a worker is born with: what to run, and where it is heard.
+    """The first words to a process of a worker: what to run, and where it is heard.
 
     Attributes:
       config: the same for every worker of an engine.

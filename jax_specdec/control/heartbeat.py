@@ -15,7 +15,7 @@ NOTES_KEPT, NOTE_CHARS = 16, 200  # notes of a heartbeat, and characters of each
 
 
 class Phase(StrEnum):
-    """What a worker process is doing."""
+    """The work that a worker process is at."""
 
     STARTING = "starting"  # nothing was heard of it
     IMPORTING = "importing"
@@ -106,7 +106,7 @@ class Heartbeat:
 
 
 class ProcessStats:
-    """What a process says of itself next; its main thread writes, its control thread reads.
+    """A process's next words of itself; its main thread writes, its control thread reads.
 
     Attributes:
       heartbeat: as it stands now.

@@ -79,7 +79,7 @@ OnWorkerLoss = Literal["stop", "continue", "restart"]
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig(WorkerConfig):
-    """What to run. Values are checked here, except those that need a file or a device.
+    """The settings of an engine, checked here, except those that need a file or a device.
 
     It has the attributes of `WorkerConfig`, which all workers share, and more.
 
@@ -210,7 +210,7 @@ class EngineConfig(WorkerConfig):
 
     @functools.cached_property
     def declared(self) -> Serves:
-        """What requests may ask for at most: `serves`, and what `prepare` has."""
+        """The most that requests may ask for: `serves`, and what `prepare` has."""
         return self.serves.including(self.prepare)
 
     @property

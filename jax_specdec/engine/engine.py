@@ -82,7 +82,7 @@ class Engine:
 
     @property
     def sessions(self) -> list[WorkerSession]:
-        """What the engine knows of each worker, by process rank."""
+        """The engine's sessions with its workers, by process rank."""
         return self._workers.sessions
 
     @property
@@ -115,7 +115,7 @@ class Engine:
 
     @property
     def failure(self) -> BaseException | None:
-        """What has stopped the engine for good; None while it goes on."""
+        """The error that has stopped the engine for good; None while it goes on."""
         return self._streams.failure
 
     def health(self, patience: float = 10.0) -> Health:

@@ -1,4 +1,4 @@
-"""What the reader of many requests gets: items in order, until all the requests have ended."""
+"""Items of many requests for one reader, in order, until all the requests have ended."""
 
 import collections
 import threading

@@ -108,7 +108,7 @@ class Scheduler:
             self._weights = None
 
     def pending(self) -> Iterator[Update]:
-        """What aborts have caused and no round has yielded yet."""
+        """Updates that aborts have caused and no round has yielded yet."""
         while self.fresh_updates:
             yield self.fresh_updates.popleft()
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Delivered(Protocol):
-    """What a stream may bring: a `Record`, or what has a finish reason as it has."""
+    """An item of a stream: a `Record`, or one that has a finish reason as it has."""
 
     @property
     def finish_reason(self) -> FinishReason | None: ...

@@ -1,4 +1,4 @@
-"""What an engine tells: updates, one a message or event, and its workers' numbers."""
+"""An engine's updates, one a message or event, and its workers' numbers."""
 
 from dataclasses import dataclass
 
@@ -47,7 +47,7 @@ class WorkerStatus:
       pid: of its process.
       alive: whether it may still send; False once it was found lost.
       phase: what its processes do, the lead's first, such as "loading 30 of 290" (tensors) or
-        "compiling 3 of 5 (step)" (the third program; the total grows with what requests need).
+        "compiling 3 of 5 (step)" (three of five kinds of programs are there).
       devices: what its first process computes on, in JAX's words, which count the devices that the
         process sees; empty until it has loaded its model.
       given: the devices that it sees or uses, such as "CUDA_VISIBLE_DEVICES=2,3"; empty where

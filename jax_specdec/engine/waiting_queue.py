@@ -9,7 +9,7 @@ from jax_specdec.requests import Request
 
 
 class Waiting(Protocol):
-    """What can wait: `QueuedRequest`, or a fleet's `Entry`."""
+    """An item that can wait: `QueuedRequest`, or a fleet's `Entry`."""
 
     @property
     def request(self) -> Request: ...

@@ -1,4 +1,4 @@
-"""What an engine's workers share: a directory, the control socket, their output."""
+"""The directory of an engine's workers: the control socket, their output."""
 
 import contextlib
 import shutil

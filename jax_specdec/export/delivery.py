@@ -76,7 +76,7 @@ class Delivery:
         return None if self._stops is None else self._stops.found
 
     def push(self, record: Record) -> list[DeliveryPart]:
-        """What can be sent now; after the last record, all that is left."""
+        """The parts that can be sent now; after the last record, all that is left."""
         over = record.finish_reason is not None
         begin, ids = self._stream.length, record.token_ids.tolist()
         if self._stops is None:
@@ -105,7 +105,7 @@ class Delivery:
         return parts
 
     def _cut(self, end: int) -> list[DeliveryPart]:
-        """What is left of the records that were held, the last one with the reason of the end.
+        """The rest of the records that were held, the last one with the reason of the end.
 
         Tokens that begin behind the end are cut. A token without text stays where it stands before
         the first token that is cut.

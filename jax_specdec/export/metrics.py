@@ -207,7 +207,7 @@ def _text(client: ModuleType, metrics: Iterable["Metric"]) -> str:
 def _delivery(
     statistics: Statistics, counters: Counters, live: Sequence[str]
 ) -> Iterator[MetricFamily]:
-    """What was delivered, what was not, and what speculation achieved."""
+    """Counts of what was delivered, of what was not, and of what speculation achieved."""
     for name, meaning, count in (
         ("steps", "Steps, counted once a request that had tokens in them.", statistics.steps),
         ("tokens", "Tokens delivered.", statistics.num_tokens),

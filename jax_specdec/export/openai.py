@@ -198,7 +198,7 @@ def server_sent_event(chunk: dict[str, Any]) -> bytes:
 
 
 def header_of(id: str, kind: str, model: str, created: int) -> dict[str, Any]:
-    """What every response and every chunk begins with."""
+    """The fields with which every response and every chunk begins."""
     return {"id": id, "object": kind, "created": created, "model": model}
 
 

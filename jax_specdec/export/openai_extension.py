@@ -13,7 +13,7 @@ NEGATIVE_INFINITY = -9999.0  # what OpenAI's API uses for "very unlikely"
 
 
 def speculation(records: Sequence[Record], table: TokenTable) -> dict[str, Any]:
-    """What speculation made of the tokens in `records`: of one for a chunk, of all for a response.
+    """The extension for the tokens in `records`: of one for a chunk, of all for a response.
 
     `by_step` has one object for each step with tokens, which says the version of the weights. Every
     other key has one value a token: `token_ids` and `token_kinds` (see the function) always;
@@ -48,7 +48,7 @@ def token_kinds(record: Record) -> list[str]:
 def request_extension(
     request: Request, records: Sequence[Record], table: TokenTable
 ) -> dict[str, Any]:
-    """What the request asked for, and its totals once it has ended."""
+    """The extension for a request: its parameters, and its totals once it has ended."""
     params = request.params
     statistics = records[-1].statistics if records else None
     if statistics is None:  # behind a stop string, the engine's last record is yet to come

@@ -64,7 +64,7 @@ class PromptColumns:
 
 
 def prompt_part(batch: Any, row: int, request: Request) -> PromptRows | None:
-    """What row `row` of a `pyarrow.RecordBatch` has of its request's prompt; views of its memory.
+    """The prompt's part in row `row` of a `pyarrow.RecordBatch`; views of its memory.
 
     None where it has nothing of it.
     """

@@ -12,7 +12,7 @@ from jax_specdec.kept_sets import cells
 def sorted_lists(
     sizes: NDArray[np.int64], order: NDArray[np.int64] | None
 ) -> tuple[Callable[[NDArray[Any]], NDArray[Any]], NDArray[np.int64]]:
-    """What puts lists of `sizes` [N] into another order, and their sizes there."""
+    """A function that puts lists of `sizes` [N] into another order, and their sizes there."""
     if order is None:
         return lambda values: values, sizes
     size = int(sizes[0])

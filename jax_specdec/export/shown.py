@@ -1,4 +1,4 @@
-"""What a page shows of responses: each one's tokens as NumPy columns, strings by their index.
+"""Responses as a page shows them: tokens as NumPy columns, strings by their index.
 
 A response is one of the completions or the chat completions API, whole. What speculation did comes
 from the extension beside it (`openai_extension.py`), which it may lack. A prompt's logprobs come
@@ -73,7 +73,7 @@ class Shown:
 
 
 def shown_of(response: Any, strings: Strings) -> list[Shown]:
-    """What is shown of a response: one `Shown` for each choice.
+    """The choices of a response as a page shows them: one `Shown` each.
 
     Raises:
       KeyError, TypeError, ValueError, AttributeError, OverflowError: it is not a response.

@@ -48,7 +48,7 @@ class TokenParts(NamedTuple):
 
 
 def token_parts(batches: Sequence[RecordBatch]) -> TokenParts:
-    """What the records of some steps have; batches of one worker in order, none is empty."""
+    """The columns of some steps' records; batches of one worker in order, none is empty."""
     if not batches:
         return TokenParts([], _NO_ROWS, np.zeros(0, np.int8), _NO_ROWS, dict(_ALWAYS), None)
     requests, places = _rows_of(batches)

@@ -1,4 +1,4 @@
-"""What a replica brought: the columns of some of its steps, as a reader sees them."""
+"""Batches of a replica: the columns of some of its steps, as a reader sees them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What a fleet of replicas is: how many, on which devices, how its batches travel."""
+"""The settings of a fleet: how many replicas, on which devices, how batches travel."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -45,7 +45,7 @@ NAMES_OF_LOSSES = (
 
 
 def lost_errors() -> tuple[type[Exception], ...]:
-    """What Ray raises where an actor, its node, an object or an answer is gone."""
+    """Errors of Ray where an actor, its node, an object or an answer is gone."""
     errors = ray("ray.exceptions")
     return tuple(getattr(errors, name) for name in NAMES_OF_LOSSES)
 

@@ -43,7 +43,7 @@ class HeadWatch:
         self._over.set()
 
     def problem(self) -> str:
-        """What is wrong; empty where nothing is."""
+        """A sentence on the problem; empty where there is none."""
         if self._changed:
             return self._changed
         silent = time.monotonic() - self._answered

@@ -167,7 +167,7 @@ def environment(more: Mapping[str, str]) -> dict[str, str]:
 
 
 def nodes_of(nodes: Sequence[Mapping[str, Any]]) -> str:
-    """What the nodes that live have, for an error."""
+    """The resources of the nodes that live, for an error."""
     texts = []
     for node in nodes:
         if node["Alive"]:

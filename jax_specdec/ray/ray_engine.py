@@ -89,7 +89,7 @@ class RayEngine:
 
     @property
     def traffic(self) -> dict[str, int]:
-        """What came from all replicas so far: `batches`, `bytes`, `rows`, `tokens`, `calls`."""
+        """Counts of all replicas so far: `batches`, `bytes`, `rows`, `tokens`, `calls`."""
         names = ("batches", "bytes", "rows", "tokens", "calls")
         return {name: sum(member.traffic[name] for member in self._fleet.members) for name in names}
 

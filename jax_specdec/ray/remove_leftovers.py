@@ -1,4 +1,4 @@
-"""What killed replicas left on a host: their rings in shared memory, and their files of weights.
+"""Remove leftovers of killed replicas: rings in shared memory, and files of weights.
 
 A ring whose two sides have met has no name any more, and goes with them. One whose
 engine was killed before that keeps its name. Only what names a dead process of this very host as

@@ -307,7 +307,7 @@ def without_lost(rows: Any) -> Any:
 
 
 def _content(weights: Weights) -> Any:
-    """What `Engine.update_weights` takes."""
+    """Weights as `Engine.update_weights` takes them."""
     return weights.path if weights.arrays is None else ray().get(weights.arrays[0])
 
 

@@ -31,7 +31,7 @@ REPLICA_LOOK_SECONDS = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class FleetCalls:
-    """What a member calls, from its thread.
+    """Calls of a member, from its thread.
 
     Attributes:
       over: whether no member shall go on.
@@ -288,7 +288,7 @@ class ReplicaHandle:
                 del data
 
     def get(self, reference: Any) -> Any:
-        """What a reference stands for.
+        """The object of a reference.
 
         Raises:
           GetTimeoutError: the fleet is over.

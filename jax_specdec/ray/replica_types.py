@@ -1,4 +1,4 @@
-"""What a replica is told and what it says of itself, as values."""
+"""Commands to a replica and its words of itself, as values."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -69,7 +69,7 @@ class Entry:
 
     @property
     def progress(self) -> Progress | None:
-        """What was delivered; None where nothing was."""
+        """The delivered part; None where nothing was."""
         if not (self.count or self.prompt_rows):
             return None
         asks = self.request.params.num_columns

@@ -9,7 +9,7 @@ ROUTE_MEMORY = 1 << 16  # beginnings of prompts that are remembered
 
 @dataclass
 class Load:
-    """What a replica has to do.
+    """The work of a replica.
 
     Attributes:
       slots: requests that it decodes together.

@@ -1,4 +1,4 @@
-"""What a replica's engine has brought and nobody has fetched yet."""
+"""Messages of a replica's engine that nobody has fetched yet."""
 
 import collections
 import math

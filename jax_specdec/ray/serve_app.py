@@ -51,7 +51,7 @@ def application(
     variables: Mapping[str, str] | None = None,
     make_engine: MakeEngine = Engine,
 ) -> Any:
-    """What `ray.serve.run` takes.
+    """An application for `ray.serve.run`.
 
     Args:
       config: of each replica's engine.

@@ -19,7 +19,7 @@ _BANDS = ((0.1, 0.0), (0.5, 0.15), (1.5, 0.3), (3.0, 0.5), (6.0, 0.7), (math.inf
 
 
 class _Shown(Protocol):
-    """What a record has that a notebook shows: see `Record`."""
+    """The fields of a record that a notebook shows: see `Record`."""
 
     @property
     def request_id(self) -> str: ...

@@ -122,7 +122,7 @@ class SlotColumns(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outlook:
-    """What the requests of a state have in common where a step may be usual: see `usual_step`.
+    """Facts that a state's requests share where a step may be usual: see `usual_step`.
 
     It holds for a state as long as `admitted` and `phase` are the state's own: these are replaced,
     and never changed in their place.

@@ -52,7 +52,7 @@ class Records:
         raise IndexError(f"record {index} of {len(self)}")
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: token ids, colored by logprob."""
+        """HTML for a notebook: token ids, colored by logprob."""
         from jax_specdec.records.notebook import fragment
 
         return fragment(self)
@@ -382,7 +382,7 @@ class Record(TokenViews):
         return self.batch.totals.of(self.slot)
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: token ids, colored by logprob."""
+        """HTML for a notebook: token ids, colored by logprob."""
         from jax_specdec.records.notebook import fragment
 
         return fragment([self])

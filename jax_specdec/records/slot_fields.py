@@ -55,7 +55,7 @@ Starts = Sequence[NDArray[np.int64]]  # [4] of [B], as of `wire.sections`
 
 
 class SlotFields(NamedTuple):
-    """What the words of B slots say, checked; [B] int64 each."""
+    """The fields in the words of B slots, checked; [B] int64 each."""
 
     state: NDArray[np.int64]
     mode: NDArray[np.int64]
@@ -146,7 +146,7 @@ def read_alike(slots: NDArray[np.uint32], most_columns: int) -> SlotFields | Non
 
 
 class _CommonFields(NamedTuple):
-    """What slots have that are alike, [B] int64 each but for `states`."""
+    """The fields of slots that are alike, [B] int64 each but for `states`."""
 
     states: bytes  # their first words, [B] int64
     zeros: NDArray[np.int64]

@@ -128,7 +128,7 @@ def applied(state: ProcessorState, message: Message) -> tuple[ProcessorState, Re
 
 
 class _CommonColumns(NamedTuple):
-    """What the records of a usual step have in common, whatever came."""
+    """Columns that the records of a usual step have in common, whatever came."""
 
     slots: NDArray[np.int64]
     ones: NDArray[np.int64]

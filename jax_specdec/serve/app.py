@@ -195,7 +195,7 @@ class Service:
         self.num_open -= 1
 
     async def _read(self, body: bytes, read: Reader) -> parse_request.ParsedRequest:
-        """What a body asks for; in a thread, as text to tokens may take a while."""
+        """Read a body in a thread, as text to tokens may take a while."""
 
         def work() -> parse_request.ParsedRequest:
             return read(parsed(body), self._model, self.bounds)

@@ -1,4 +1,4 @@
-"""What one client may take from the others, and by which names the server may be called."""
+"""The share that one client may take from the others, and the server's names."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ BODY_BYTES_A_TOKEN, BODY_BYTES = 64, 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """What one client may take from the others.
+    """The share that one client may take from the others.
 
     Attributes:
       max_body: bytes of a body; None: by the length of a request (`body_bytes`).

@@ -39,7 +39,7 @@ def _entry(logprob: float | None, rank: int, token_id: int, table: TokenTable) -
 
 
 class Choice:
-    """What one request has brought so far, in the words of the API.
+    """The results of one request so far, in the words of the API.
 
     Attributes:
       index: the choice's number in the answer.

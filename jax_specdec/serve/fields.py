@@ -43,7 +43,7 @@ class Closed(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _refuse_unknown(cls, value: Any) -> Any:
-        """What is given of an object; anything else as it is."""
+        """An object without its nulls, its fields known; anything else as it is."""
         if not isinstance(value, dict):
             return value
         names = [field.alias or name for name, field in cls.model_fields.items()]
@@ -225,7 +225,7 @@ class ChatMessage(Closed):
     @model_validator(mode="before")
     @classmethod
     def _without_calls(cls, value: Any) -> Any:
-        """What is given, where an empty list of calls is one that is left out."""
+        """The fields, where an empty list of calls is one that is left out."""
         if isinstance(value, dict) and value.get("tool_calls") == []:
             return {name: item for name, item in value.items() if name != "tool_calls"}
         return value
@@ -276,7 +276,7 @@ class Chat(Body):
     @model_validator(mode="before")
     @classmethod
     def _without_tools(cls, value: Any) -> Any:
-        """What is given, where "auto" without tools is a choice that is left out."""
+        """The fields, where "auto" without tools is a choice that is left out."""
         chosen = isinstance(value, dict) and value.get("tool_choice") == "auto"
         if not chosen or value.get("tools"):
             return value

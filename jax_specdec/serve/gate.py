@@ -1,4 +1,4 @@
-"""What is looked at before anything else of a request, and what is counted of all."""
+"""Checks before anything else of a request is read, and counts of all."""
 
 import collections
 import logging
@@ -78,7 +78,7 @@ class Gate:
 
 
 def refusal(scope: Mapping[str, object], bounds: Bounds) -> ApiError | None:
-    """What is wrong with a request's head; None where it may come in."""
+    """The fault of a request's head; None where it may come in."""
     raw = scope.get("raw_path") or str(scope["path"]).encode()
     query = scope.get("query_string", b"")
     assert isinstance(raw, bytes)

@@ -33,7 +33,7 @@ class Encoder(Protocol):
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What requests are read with, and answered with.
+    """A model by which requests are read and answered.
 
     Attributes:
       name: what clients call it.

@@ -58,7 +58,7 @@ class ParsedRequest:
 
 
 def parse_completion(body: Any, model: ServedModel, bounds: Bounds) -> ParsedRequest:
-    """What a body of the completions API asks for.
+    """Read a body of the completions API.
 
     Raises:
       ApiError: it is not served.
@@ -84,7 +84,7 @@ def parse_completion(body: Any, model: ServedModel, bounds: Bounds) -> ParsedReq
 
 
 def parse_chat(body: Any, model: ServedModel, bounds: Bounds) -> ParsedRequest:
-    """What a body of the chat completions API asks for.
+    """Read a body of the chat completions API.
 
     Raises:
       ApiError: it is not served.

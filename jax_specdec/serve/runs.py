@@ -25,7 +25,7 @@ PART = 1 << 16  # bytes that a client must read in its time
 
 
 class ChoiceChunk(NamedTuple):
-    """What one or several records let be sent of a choice.
+    """A part of a choice that one or several records let be sent.
 
     Attributes:
       choice: the choice.
@@ -183,7 +183,7 @@ class Run:
         return ChoiceChunk(choice, all_parts, word, why)
 
     async def _parts(self, choice: Choice, stream: Stream) -> AsyncGenerator[ChoiceChunk]:
-        """What each record lets be sent; the last one comes with the reason of the end.
+        """The parts that records let be sent; the last one comes with the reason of the end.
 
         Raises:
           ApiError: the request ended early.
@@ -254,7 +254,7 @@ async def in_parts(text: bytes) -> AsyncIterator[bytes]:
 
 
 def _about_prompt(choice: _Json) -> _Json:
-    """What a choice says of its prompt, taken out of it."""
+    """The fields of a choice on its prompt, taken out of it."""
     names = "prompt_logprobs", "prompt_logprobs_start", "prompt_chosen_logprobs"
     return {name: choice.pop(name) for name in names if name in choice}
 

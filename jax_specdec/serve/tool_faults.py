@@ -1,4 +1,4 @@
-"""What is wrong in the schema of a function, in words for who wrote it.
+"""Faults in the schema of a function, in words for who wrote it.
 
 The engine of grammars compiles all functions in one grammar, and its errors show that grammar's
 text. The line that they name tells the function, and the reason is looked for in its schema.

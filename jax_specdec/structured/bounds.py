@@ -1,4 +1,4 @@
-"""What is said of a structure before anything compiles it: numbers whose grammars would be huge.
+"""Checks of a structure before anything compiles it: numbers whose grammars would be huge.
 
 The grammar of the multiples of n has a state for each remainder: time and memory of a compilation
 grow with n, and of several that must divide one number with their least common multiple. Decimal
@@ -88,7 +88,7 @@ def _list(value: Any) -> list[Any]:
 
 
 def _target(root: Any, reference: str) -> Any:
-    """What a reference within the schema leads to; None for another one."""
+    """The schema that a reference within the schema leads to; None for another one."""
     if not reference.startswith("#"):
         return None
     value = root

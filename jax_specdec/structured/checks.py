@@ -76,7 +76,7 @@ class StructureChecks:
             return self._made
 
     def _ask(self, request: Request) -> str | Future[str] | None:
-        """What is known of a request's structure, or will be; None where it has none."""
+        """The answer about a request's structure, now or later; None where it has none."""
         structured, stops = request.params.structured, request.params.stop_token_ids
         if structured is None:
             return None

@@ -55,7 +55,7 @@ class GrammarGate:
         self._end: weakref.finalize | None = None
 
     def past_answer(self, structured: Structured, stop_token_ids: tuple[int, ...]) -> str | None:
-        """What `ask` has answered before; None where it has not, or that is long ago."""
+        """The answer of `ask` from before; None where there is none, or it is long ago."""
         key = _key(structured, stop_token_ids)
         with self._lock:
             if key in self._answers:
@@ -147,7 +147,7 @@ class GrammarGate:
 
 
 def _key(structured: Structured, stop_token_ids: tuple[int, ...]) -> bytes:
-    """What tells structures apart, and keeps none of them."""
+    """A key that tells structures apart, and keeps none of them."""
     question = [structured.kind, structured.text, [*stop_token_ids]]
     return hashlib.sha256(json.dumps(question).encode()).digest()
 

@@ -51,7 +51,7 @@ class Copy:
 
 
 class GateProcess:
-    """What is asked, what runs, and what is answered."""
+    """A process that is asked about structures, runs copies of itself, and answers."""
 
     def __init__(self, vocabulary: Vocabulary | str, limits: GrammarLimits) -> None:
         """Begin with nothing.

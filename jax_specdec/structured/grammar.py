@@ -57,7 +57,7 @@ def grammar_of(structured: Structured) -> str:
 
 
 def refused(kind: str, why: str) -> RequestError:
-    """What is said of a structure that cannot be served."""
+    """The error of a structure that cannot be served."""
     return RequestError(f"structured: the {kind} cannot be served: {' '.join(why.split())[:500]}")
 
 

@@ -1,4 +1,4 @@
-"""What the compilation of a structure may take."""
+"""Limits of the compilation of a structure."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ class GateFull(Exception):
 
 @dataclass(frozen=True)
 class GrammarLimits:
-    """What the compilation of a structure may take.
+    """Limits of the compilation of a structure.
 
     Attributes:
       cpu: seconds of a processor.
@@ -27,7 +27,7 @@ class GrammarLimits:
 
     @property
     def exceeded(self) -> str:
-        """What is said of a structure that takes more."""
+        """The error of a structure that takes more."""
         return (
             f"structured: to compile it takes more than {self.cpu} seconds of a processor or "
             f"{self.mib} MiB: make it smaller"

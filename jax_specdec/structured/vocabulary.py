@@ -114,7 +114,7 @@ def vocabulary_of(
 
 
 class _Tokens:
-    """What `LLTokenizer` asks of a tokenizer that is written in Python."""
+    """A tokenizer in Python, as `LLTokenizer` asks for it."""
 
     bos_token_id = None
     is_tokenizer_wrapper = True

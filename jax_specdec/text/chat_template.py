@@ -156,7 +156,7 @@ class ChatTemplate:
         tools: list[dict[str, Any]] | None,
         options: Mapping[str, Any] | None,
     ) -> str:
-        """What transformers makes of messages. It gives a template nothing but plain JSON."""
+        """The text of messages by transformers, which gives a template nothing but plain JSON."""
         render = partial(
             renderer(), [list(messages)], tools=tools, chat_template=template.source,
             add_generation_prompt=True,

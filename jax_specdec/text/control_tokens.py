@@ -166,7 +166,7 @@ class Marks:
 
 
 def any_of(names: Sequence[str]) -> re.Pattern[str]:
-    """What finds the names in a text as a tokenizer does: the first one, and the longest there.
+    """A pattern of the names in a text, as a tokenizer finds them: the first, the longest there.
 
     Names that begin alike are compared together: some tokenizers have thousands.
     """

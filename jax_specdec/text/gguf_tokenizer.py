@@ -124,7 +124,7 @@ def _field(file: Gguf, name: str) -> Any:
 
 
 def _beginning(first: list[str], tokens: list[str]) -> dict[str, Any] | None:
-    """What puts a token before a text; None for none."""
+    """The step that puts a token before a text; None for none."""
     if not first:
         return None
     ids = {name: {"id": name, "ids": [tokens.index(name)], "tokens": [name]} for name in first}

@@ -19,7 +19,7 @@ class OutOfTime(Exception):
 
 
 def run_within(seconds: float, work: Callable[[], _T]) -> _T:
-    """What `work` returns.
+    """Run `work` and return its result.
 
     Raises:
       OutOfTime: it has not come to its end in so many seconds.

@@ -58,7 +58,7 @@ def import_transformers() -> ModuleType:
 
 
 def renderer() -> Callable[..., tuple[list[str], Any]]:
-    """What transformers renders a chat template with.
+    """The function by which transformers renders a chat template.
 
     Raises:
       MissingExtra: it is not installed.

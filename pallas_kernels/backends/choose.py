@@ -76,7 +76,7 @@ def kernels_or_xla(
     backends: tuple[str, ...] = tuple(KERNELS),
     size: tuple[int, int] | None = None,
 ) -> _Result:
-    """What kernels make of the arguments in programs for their platform, and XLA in others.
+    """The results of kernels in programs for their platform, and of XLA in others.
 
     `use_implementation` may name one; else kernels run wherever they can and are proved
     (`proved.py`). Under `vmap`, a batch goes to XLA.

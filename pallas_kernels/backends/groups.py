@@ -58,7 +58,7 @@ class RowPart(NamedTuple):
 
 
 class Read(NamedTuple):
-    """What is left of R rows after the read. K is the most columns that a row may have."""
+    """The results of a read of R rows. K is the most columns that a row may have."""
 
     groups: GroupSums  # [R, G], at each row's temperature
     raw_sums: Float32[Array, "R _"]  # the sums at temperature 1, where they were asked for
@@ -122,7 +122,7 @@ def columns_of_groups(part: RowPart) -> jax.Array:
 def read_in_two(
     part: RowPart, read: Callable[[jax.Array, int, jax.Array | None], _Result]
 ) -> _Result:
-    """What is found of the whole groups among the columns, and then of the tail's two groups.
+    """The results of the whole groups among the columns, and then of the tail's two groups.
 
     Args:
       part: with two groups in its tail.

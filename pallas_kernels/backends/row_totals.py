@@ -26,7 +26,7 @@ LEAST = -200.0  # the exponential of this is 0 in float32
 
 
 class PartSums(NamedTuple):
-    """What one read of R rows leaves, or of a part of their columns."""
+    """The sums of R rows after one read, or of a part of their columns."""
 
     groups: GroupSums  # [R, G], those of the part, at each row's temperature
     num_larger: Int32[Array, " R"]  # logits that the given token's rank counts

@@ -1,4 +1,4 @@
-"""What an argument must be before anything is computed: its kind, its type, its values.
+"""Checks of arguments before anything is computed: their kinds, types and values.
 
 JAX's default settings join integer types without a word, so every argument gets its own type here,
 and what has no meaning as that type is refused by its name. Values are looked at where this process

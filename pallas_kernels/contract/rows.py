@@ -78,7 +78,7 @@ class Rows(NamedTuple):
 
 
 class RowSums(NamedTuple):
-    """What one read of R rows, or of a part of their columns, leaves of them.
+    """The sums of one read of R rows, or of a part of their columns.
 
     maximum: [R] float32; unspecified where the row has a NaN: not every backend's maximum keeps it.
     sum_exp: [R] float32, sum of exp((x - maximum) / temperature); NaN where the row has a NaN, 0

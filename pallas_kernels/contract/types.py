@@ -1,4 +1,4 @@
-"""What the calls take and return, and what one read of a row leaves.
+"""Types of the calls' arguments and results, and of what one read of a row leaves.
 
 Shapes are jaxtyping annotations, one letter an axis: N rows of logits, R target rows, K1 = K + 1
 columns for K top logits, C extra ids, V vocabulary. The tests check them at run time. A letter

@@ -1,4 +1,4 @@
-"""What the results' changes are of hidden, head, bias and temperatures: recomputed, piece by piece.
+"""Derivatives by hidden, head, bias and temperatures: recomputed, piece by piece.
 
 With y = (logits - m) / T, m their maximum, p = softmax(y), l = log(p) and E = entropy, the
 derivatives by y[v] are
@@ -62,7 +62,7 @@ class Gradients(NamedTuple):
 
 
 class _Residuals(NamedTuple):
-    """What the backward pass takes over from the forward one."""
+    """Values that the backward pass takes over from the forward one."""
 
     inputs: LinearInputs
     out: TopkLogprobs
@@ -81,7 +81,7 @@ def differentiable_topk_logprobs(call: Call, inputs: LinearInputs) -> TopkLogpro
 def derivatives_of(
     call: Call, residuals: _Residuals, cotangent: TopkLogprobs, by_scale: LogprobScale
 ) -> RowDerivatives:
-    """What `cotangent`, the loss's derivatives by the results, says of each row.
+    """The rows' derivatives by `cotangent`, the loss's derivatives by the results.
 
     by_scale: those by the scale. Its maximum is a constant: no result depends on which it is.
     """

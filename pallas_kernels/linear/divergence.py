@@ -47,7 +47,7 @@ class SupportInputs(NamedTuple):
 
 
 class SupportCall(NamedTuple):
-    """What is static of a call. Hashable."""
+    """The static part of a call. Hashable."""
 
     call: Call
     divergence: Divergence
@@ -61,7 +61,7 @@ class _Buckets(NamedTuple):
 
 
 class _Student(NamedTuple):
-    """What the student says of each row."""
+    """The student's logprobs of each row."""
 
     buckets: _Buckets
     maximum: jax.Array  # [R], of the rest's logits; 0 without a finite one

@@ -46,7 +46,7 @@ class _Local(NamedTuple):
 
 
 class _Residuals(NamedTuple):
-    """What the backward pass takes over from the forward one."""
+    """Values that the backward pass takes over from the forward one."""
 
     inputs: KeptInputs
     out: LinearKeptLogprobs

@@ -29,7 +29,7 @@ GIVEN = 64  # columns of a product: as few as have the bits of more
 
 
 class Product(NamedTuple):
-    """What a device's logits are made of."""
+    """The factors of a device's logits."""
 
     hidden: jax.Array  # [R, H]
     head: jax.Array  # [W, H], or as the definition says
@@ -93,14 +93,14 @@ def recount(definition: Definition, piece: int, product: Product, selected: jax.
 
 
 class ColumnSums(NamedTuple):
-    """What is known of B rows."""
+    """The state of B rows."""
 
     sums: RowSums  # without its top K
     named: jax.Array  # [B, 1 + C] float32, logits; 0 for those not met
 
 
 class RowInputs(NamedTuple):
-    """What is given of B rows."""
+    """The inputs of B rows."""
 
     named: jax.Array  # [B, 1 + C] int32, columns
     selected: jax.Array  # [B] float32, the first one's logit
@@ -159,7 +159,7 @@ def _read_on(
     def read_part(
         x: jax.Array, start: jax.Array, seen: jax.Array, state: ColumnSums, rows: RowInputs
     ) -> tuple[ColumnSums, candidates.BestColumns]:
-        """What is known with the logits x [B, columns] of some rows too."""
+        """The state after the logits x [B, columns] of some rows."""
         met = _met(x, start, seen, rows.named, state.named)
         t = rows.temperatures
         some = outputs._replace(k=0 if on_cpu else min(outputs.k, schedule.columns))

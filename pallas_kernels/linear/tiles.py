@@ -69,7 +69,7 @@ def over_tiles(
 
 
 def read_in_tiles(call: Call, inputs: LinearInputs, named: jax.Array) -> ColumnSums:
-    """What is left of R rows, tile by tile.
+    """The sums of R rows, read tile by tile.
 
     Args:
       call: with a `row_tile`.

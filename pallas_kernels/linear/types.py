@@ -1,4 +1,4 @@
-"""What the linear calls take, behind the door, and return; and what their logits are.
+"""Types of the linear calls' arguments and results, and the definition of their logits.
 
     logits = round(soft_cap(scale * (hidden @ head.T) + bias))
 
@@ -27,7 +27,7 @@ from pallas_kernels.meshes.placement import VocabShard
 
 
 class Definition(NamedTuple):
-    """What is static of the definition. Hashable."""
+    """The static part of the definition. Hashable."""
 
     scale: float = 1.0
     soft_cap: float | None = None  # None: there is none
@@ -99,7 +99,7 @@ def stored(x: jax.Array) -> jax.Array:
 
 
 def loaded(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """What was `stored` of this dtype."""
+    """The values of this dtype that were `stored`."""
     return lax.bitcast_convert_type(x, dtype)
 
 
@@ -138,7 +138,7 @@ register_namedtuple_serialization(
 
 
 class Call(NamedTuple):
-    """What is static of a call. Hashable."""
+    """The static part of a call. Hashable."""
 
     definition: Definition
     k: int
@@ -150,7 +150,7 @@ class Call(NamedTuple):
 
     @property
     def outputs(self) -> Outputs:
-        """What is wanted; every call finds log_sum_exp, which the derivative needs."""
+        """The outputs; every call finds log_sum_exp, which the derivative needs."""
         return Outputs(self.k, log_sum_exp=True, entropy=self.entropy)
 
 
@@ -172,7 +172,7 @@ class LinearInputs(NamedTuple):
 
 
 class LogprobScale(NamedTuple):
-    """What the logprobs of R rows are relative to: they are (x - maximum) / T - log_sum."""
+    """The scale of R rows' logprobs: they are (x - maximum) / T - log_sum."""
 
     maximum: jax.Array  # [R] float32; 0 in a row without an answer
     log_sum: jax.Array  # [R] float32, log(sum(exp((x - maximum) / T))); 0 there

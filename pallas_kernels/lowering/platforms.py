@@ -40,7 +40,7 @@ def lowered_for(
     default: Callable[..., _Result],
     **others: Callable[..., _Result],
 ) -> _Result:
-    """What the platform's function returns: one of `others` by name ("cpu"), else `default`.
+    """The results of the platform's function: one of `others` by name ("cpu"), else `default`.
 
     All functions take the arguments, trees of arrays. `like` is traced for the results' shapes and
     dtypes alone. Under `shard_map` the results vary over every mesh axis over which an argument

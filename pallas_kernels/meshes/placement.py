@@ -83,7 +83,7 @@ class VocabShard:
     def looked_up(
         self, ids: jax.Array, width: int, read: Callable[[jax.Array], jax.Array]
     ) -> jax.Array:
-        """What `read` has of token ids [...]: float [...]. NaN for an id outside [0, V).
+        """The values of `read` at token ids [...]: float [...]. NaN for an id outside [0, V).
 
         `read` takes columns [...] of this device's `width`; only those of ids that it holds count.
         """
@@ -188,7 +188,7 @@ class MeshLayout(NamedTuple):
     vocabulary: MeshAxes = ()
 
     def shard(self, vocab_size: int | None) -> VocabShard:
-        """What a device holds of the vocabulary."""
+        """A device's part of the vocabulary."""
         return VocabShard(axis_name(self.vocabulary), vocab_size)
 
     def spec(self, word: str) -> PartitionSpec:
@@ -223,7 +223,7 @@ def may_be_split(logits: jax.Array) -> bool:
 
 
 def names_of(axis: AxisName | None) -> MeshAxes:
-    """What is split over an axis, or several, or none, as a tuple."""
+    """The axes of a split, one, several or none, as a tuple."""
     if isinstance(axis, str):
         return (axis,)
     return axis if isinstance(axis, tuple) else ()  # `UNCONSTRAINED` is neither
@@ -240,7 +240,7 @@ def num_shards(mesh: AnyMesh, axes: MeshAxes) -> int:
 
 
 class Split(NamedTuple):
-    """What a caller says of how the vocabulary of logits is split."""
+    """A caller's words on how the vocabulary of logits is split."""
 
     mesh: Mesh | None = None  # outside `shard_map`, that of `axis_name`
     axis_name: AxisName | None = None  # (): all columns are here, and nothing need be asked
@@ -263,7 +263,7 @@ class Place(NamedTuple):
 
     @property
     def shard(self) -> VocabShard:
-        """What a device holds of the vocabulary."""
+        """A device's part of the vocabulary."""
         return self.layout.shard(self.vocab_size if self.padded else None)
 
 

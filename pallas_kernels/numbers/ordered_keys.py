@@ -61,7 +61,7 @@ def turned(than: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def limit_of_count(selected: jax.Array, inclusive: bool) -> jax.Array:
-    """What a logit must be larger than to be counted in a token's rank.
+    """The limit above which a logit is counted in a token's rank.
 
     selected: the token's own logit, in the logits' dtype. Inclusive ranks count equal ones too.
     """

@@ -82,7 +82,7 @@ _WIDTH = 256  # ids, of which noise is made at once: as many as a group of token
 
 
 class Source(NamedTuple):
-    """What the random numbers of one token depend on, beside their purpose."""
+    """The source of one token's random numbers, beside their purpose."""
 
     seed: UInt32[Array, "*rows"]  # of the request
     position: Int32[Array, "*rows"]  # of the token that they decide

@@ -27,7 +27,7 @@ class Gpu(NamedTuple):
 
     @property
     def target(self) -> str:
-        """What XLA compiles for, as text of its GpuTargetConfigProto.
+        """XLA's description of a chip, as text of its GpuTargetConfigProto.
 
         From 9.0 on with the instructions of this very architecture (sm_90a), as on the card itself.
         """

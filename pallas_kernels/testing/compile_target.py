@@ -24,7 +24,7 @@ DUMP, HOST_CODE = "MOSAIC_GPU_DUMP_TO", "MOSAIC_GPU_DUMP_HOST_LLVM"
 
 
 class CompileTarget(NamedTuple):
-    """What programs are lowered for, and where Mosaic GPU leaves their kernels."""
+    """A device that programs are lowered for, and where Mosaic GPU leaves their kernels."""
 
     sharding: NamedSharding
     dump: Path  # NAME_*.ptx and the host's LLVM, NAME_*.ll, of every kernel compiled last

@@ -42,7 +42,7 @@ def group_sums(x: Any, inverse: Any) -> tuple[Any, Any]:
 
 
 def rows_to_draw(x: Any, slots: Sequence["DrawSlot"], inverse: Any) -> RowsToDraw:
-    """What a kernel is given, as NumPy arrays, of rows x [N, V]; slots are `DrawSlot`s."""
+    """A kernel's inputs of rows x [N, V], as NumPy arrays; slots are `DrawSlot`s."""
     inverse = np.asarray(inverse, np.float32)
     maxima, sums = group_sums(x, inverse)
     most = max(len(slot.taken) for slot in slots)

@@ -1,4 +1,4 @@
-"""What a check of a device stands on, as a line of JSON: device, backend, versions, the pieces.
+"""The ground of a device's check, as a line of JSON: device, backend, versions, the pieces.
 
     python -m pallas_kernels.testing.ground [--full] [--rehearse]
 
@@ -76,7 +76,7 @@ def facts(full: bool, rehearsed: tuple[str, Sequence[str]] | None = None) -> dic
 
 
 def proofs(backend: str, kind: str) -> list[dict[str, Any]]:
-    """What a check of all of a job's parts will have proved, for each job of the backend."""
+    """The proofs by a check of all of a job's parts, for each job of the backend."""
     return [
         proved.Proof(kind, proved.minor_version(), backend, job, proved.kernel_digest(backend, job))
         ._asdict() | {"parts": [part for part in proved.PARTS[job] if part in parts_of(backend)]}
@@ -85,7 +85,7 @@ def proofs(backend: str, kind: str) -> list[dict[str, Any]]:
 
 
 def _why() -> str:
-    """What jax says of a platform that is installed and does not start."""
+    """Words of jax on a platform that is installed and does not start."""
     for name in ("cuda", "tpu") if importlib.util.find_spec("libtpu") else ("cuda",):
         try:
             jax.devices(name)

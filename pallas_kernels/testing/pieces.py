@@ -32,7 +32,7 @@ class Piece(NamedTuple):
 
 
 class CheckedKernel(NamedTuple):
-    """What is checked of one kernel: the most informative shapes first."""
+    """Checks of one kernel: the most informative shapes first."""
 
     kernel: str
     check: Callable[[Kernels, Shape], None]

@@ -114,7 +114,7 @@ def _folded(call: RowsCall, size: int, is_batched: Rows, rows: Rows) -> TopkLogp
 
 
 def _tangent(shard: VocabShard, out: TopkLogprobs, rows: Rows, moved: Rows) -> dict[str, jax.Array]:
-    """What a change of logits, temperatures and biases changes of `_with_derivative`."""
+    """The change of `_with_derivative` by a change of logits, temperatures and biases."""
     k, temperatures = out.token_ids.shape[1] - 1, rows.temperatures
     ids = jnp.concatenate([out.token_ids, rows.extra_ids], axis=1)
     logprobs = jnp.concatenate([out.logprobs, out.extra_logprobs], axis=1)

@@ -54,7 +54,7 @@ def test_the_newest_result_of_a_title_counts(tmp_path):
 def test_a_suite_of_our_own_ways_has_no_ratio_of_others(tmp_path):
     ways = replace(from_samples("a step", {"as they are": [1.0], "in tiles": [2.0]}), suite="block")
     text = report.page([results(tmp_path, "2026-01-02", ways)])
-    assert "| our own ways alone | 0 of 0 |" in text
+    assert "| our own ways alone | none set |" in text
     assert "| a step | as they are | 1 s (1 s to 1 s) | in tiles 2x |" in text
 
 

@@ -58,7 +58,7 @@ DrafterState = Any  # a pytree that belongs to the drafter
 
 @with_field_docs
 class Context(NamedTuple):
-    """What a drafter sees after a step.
+    """The state that a drafter sees after a step.
 
     Attributes:
       tokens: prompt and emitted tokens.

@@ -1,4 +1,4 @@
-"""What the host knows about the slots: enough to launch a step and to bound its messages.
+"""The host's view of the slots: enough to launch a step and to bound its messages.
 
 The host never waits for a step to launch the next one, so everything here is decided from what
 requests asked for and from how far their prompts have come.
@@ -66,7 +66,7 @@ def widths_of_slots(slots: Sequence[Slot], vocab_size: int) -> Widths:
 
 
 def options_of_slots(slots: Sequence[Slot], widths: Widths) -> BatchOptions:
-    """What these slots ask for, on the device."""
+    """The options of these slots, on the device."""
     return options_of_requests(
         [slot.params for slot in slots],
         widths,
@@ -76,7 +76,7 @@ def options_of_slots(slots: Sequence[Slot], widths: Widths) -> BatchOptions:
 
 
 class AllOptions(NamedTuple):
-    """What the slots ask of a step; the same until a slot gets or loses a request."""
+    """All options of a step; the same until a slot gets or loses a request."""
 
     options: BatchOptions
     changes: SlotChanges | None  # None where no slot changes the logits that choose
@@ -85,7 +85,7 @@ class AllOptions(NamedTuple):
 def all_options(
     slots: Sequence[Slot], widths: Widths, changes_size: ChangesSize | None
 ) -> AllOptions:
-    """What these slots ask of a step, on the device, in tables of the sizes of a program."""
+    """All options of these slots, on the device, in tables of the sizes of a program."""
     changes = None
     if changes_size is not None:
         changes = changes_of_requests(

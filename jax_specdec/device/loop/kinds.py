@@ -222,7 +222,7 @@ class Ladder(NamedTuple):
 
 
 def empty_report(kind: StepKind, shape: tuple[int, ...]) -> DraftReport | None:
-    """What a step of this kind takes for a report on drafts [B, D] where none was made."""
+    """An empty report on drafts [B, D], for a step of this kind where none was made."""
     if not kind.reports_drafts or kind.widths.k is None:
         return None
     columns, chosen = kind.widths.num_columns, kind.widths.chosen

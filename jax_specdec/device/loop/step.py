@@ -198,7 +198,7 @@ def forward_rows(config: LoopConfig, params: Any, state: LoopState) -> tuple[Loo
 
 
 def seen(config: LoopConfig, state: LoopState) -> Int32[Array, "B _"]:
-    """What a host needs to know of each slot to follow its text, before its drafts are verified.
+    """Values of each slot by which a host follows its text, before its drafts are verified.
 
     Returns:
       By slot: known tokens, whether it is decoding, number of drafts, the last S known tokens (no

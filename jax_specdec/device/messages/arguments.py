@@ -1,4 +1,4 @@
-"""What the functions of messages must be given: kinds, types and shapes, each named where wrong.
+"""Checks of the messages' functions: kinds, types and shapes, each named where wrong.
 
 Checks are made when a call is traced: values are those of the device, where `pack` checks them.
 """

@@ -1,4 +1,4 @@
-"""What the requests of a batch ask for, as the device needs it: values a slot, and static limits.
+"""Options of a batch's requests, as the device needs them: values a slot, and static limits.
 
 Axes: B slots, C chosen token ids.
 """
@@ -86,7 +86,7 @@ class Widths(NamedTuple):
 
 @with_field_docs
 class BatchOptions(NamedTuple):
-    """What the host knows of each slot when it launches a step.
+    """The options of each slot that the host knows when it launches a step.
 
     Attributes:
       generation: how often the slot was filled, as the engine counts.
@@ -156,7 +156,7 @@ def options_of_requests(
     generation: int | Sequence[int] = 1,
     verdict: int | Sequence[int] = 0,
 ) -> BatchOptions:
-    """What the requests of a batch ask for, on the device: request b is in slot b.
+    """The options of a batch's requests, on the device: request b is in slot b.
 
     Args:
       params: of B requests.

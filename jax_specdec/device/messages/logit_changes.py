@@ -37,14 +37,14 @@ class Penalties(NamedTuple):
 
 
 class GrammarMasks(NamedTuple):
-    """What the slots' grammars allow in one step; slots without one allow everything."""
+    """Masks of the slots' grammars in one step; slots without one allow everything."""
 
     allowed: Int32[Array, "B S _"]  # row j's tokens, behind drafts 0..j-1
     num_legal: Int32[Array, " B"]  # leading drafts that may come
 
 
 class SlotChanges(NamedTuple):
-    """What the slots' requests change."""
+    """Changes by the slots' requests."""
 
     bias_ids: Int32[Array, "B I"]  # distinct; -1 where there is none
     bias: Float32[Array, "B I"]
@@ -121,7 +121,7 @@ def changes_of_requests(
     prompt_lengths: Sequence[int],
     num_emitted: Sequence[int],
 ) -> SlotChanges:
-    """What the requests of a batch change, on the device: request b is in slot b.
+    """Changes by the requests of a batch, on the device: request b is in slot b.
 
     Args:
       params: of B requests.
@@ -182,7 +182,7 @@ def _on_host(values: np.ndarray) -> Any:
 def row_changes(
     changes: SlotChanges, lengths: Int32[Array, " B"], num_positions: int, vocab_size: int
 ) -> RowChanges:
-    """What slots without penalties change of their S rows' logits.
+    """Changes of slots without penalties to their S rows' logits.
 
     Args:
       changes: by slot.

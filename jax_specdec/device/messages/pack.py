@@ -42,7 +42,7 @@ class PackedSlots(NamedTuple):
 
 @with_field_docs
 class Stamp(NamedTuple):
-    """What a message's header says beside the message.
+    """The fields of a message's header beside its sizes.
 
     Attributes:
       step: the number, low and high half.

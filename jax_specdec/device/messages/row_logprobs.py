@@ -41,7 +41,7 @@ from pallas_kernels.sampling import (
 
 @with_field_docs
 class DraftReport(NamedTuple):
-    """What a draft message has of drafts: the fields of a `TopkLogprobs`, by slot and draft.
+    """A draft message's logprobs: the fields of a `TopkLogprobs`, by slot and draft.
 
     Attributes:
       token_ids: the draft, then the top K of the logits that it was drawn from.
@@ -324,7 +324,7 @@ def _processed(
 def draft_rows(
     options: BatchOptions, widths: Widths, parallel: Parallel = ONE_DEVICE
 ) -> Callable[..., DraftReport] | None:
-    """What draft messages have of drafts, made as they are drawn: `drafting.draw(report_drafts=)`.
+    """Reports on drafts, made as these are drawn: `drafting.draw(report_drafts=)`.
 
     Raw and scaled logprobs are of the draft model's logits, processed ones of the q that the draft
     was drawn from. Rows of slots that did not ask for their drafts' enter no kernel.

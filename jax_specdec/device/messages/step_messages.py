@@ -41,7 +41,7 @@ from pallas_kernels.sampling import Drafts, RowsRead, Truncation, Verified, kept
 
 @with_field_docs
 class StepOutput(NamedTuple):
-    """What one step emitted, still on the device.
+    """The output of one step, still on the device.
 
     Attributes:
       logits: the target's; flat with `row_ids`.
@@ -93,7 +93,7 @@ def step_output(
     changed: Float[Array, "B S V"] | Float[Array, "N V"] | None = None,
     changes: RowChanges | None = None,
 ) -> StepOutput:
-    """What a step emitted, from its verification: the tokens of the slots that are decoding.
+    """The output of a step, from its verification: the tokens of the slots that are decoding.
 
     Args:
       logits: the target's own, as `verify` had them: flat ones go with the row ids in `verified`.

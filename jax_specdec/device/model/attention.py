@@ -25,7 +25,7 @@ QUERY_TILE = 8  # rows of a slot, where a row's bits are its own
 
 
 class Scoring(NamedTuple):
-    """What of a `ModelConfig` the scores of attention depend on."""
+    """The part of a `ModelConfig` that the scores of attention depend on."""
 
     attention_scale: float | None = None
     attention_softcap: float | None = None

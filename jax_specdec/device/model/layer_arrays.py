@@ -53,7 +53,7 @@ def _arrays_of(stack: jax.Array | jax.ShapeDtypeStruct) -> tuple[Any, ...]:
 
 
 def stacks_of(layers: LayerParams) -> dict[str, jax.Array]:
-    """What a scan over layers maps over, by its name: [L, ...] each."""
+    """The arrays that a scan over layers maps over, by name: [L, ...] each."""
     weights = {field.name: getattr(layers, field.name) for field in fields(layers)}
     return {name: x for name, x in weights.items() if isinstance(x, jax.Array)}
 

@@ -125,7 +125,7 @@ def logits(
 def before_head(
     params: ModelParams, config: ModelConfig, hidden: Float[Array, "*rows E"]
 ) -> Float[Array, "*rows E"]:
-    """What the output head is multiplied with."""
+    """The states that the output head is multiplied with."""
     return norm(config, hidden, params.final_norm) if config.norm_in_head else hidden
 
 

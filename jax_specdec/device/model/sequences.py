@@ -208,7 +208,7 @@ def score(
     *,
     of_rows: Callable[..., Scores],
 ) -> Scores:
-    """What `of_rows` makes of some rows' logits at a time: a tree of arrays of these rows."""
+    """The results of `of_rows` on some rows' logits at a time: a tree of arrays of these rows."""
 
     @jax.checkpoint
     def some(hidden: jax.Array, *others: Any) -> Scores:

@@ -1,4 +1,4 @@
-"""What JAX tells of compiling: a worker that compiles is not one that hangs."""
+"""Events of JAX about compiling: a worker that compiles is not one that hangs."""
 
 import collections
 import threading

@@ -87,7 +87,7 @@ class Grammars:
     def masks(
         self, slots: Sequence[Slot], seen: np.ndarray
     ) -> tuple[GrammarMasks, dict[int, RequestError]]:
-        """What may come in the next step, and why some slots' requests cannot go on.
+        """Masks of the next step, and why some slots' requests cannot go on.
 
         Args:
           slots: [B].

@@ -150,7 +150,7 @@ class KeptKinds:
         return future.result()
 
     def _bytes_of(self, stage: Stage) -> Any:
-        """What is written of an executable."""
+        """The bytes of an executable that are written."""
         with self._lock:
             if id(stage) not in self._written:
                 self._written[id(stage)] = stage, serialize_executable.serialize(stage)
@@ -230,7 +230,7 @@ def sources_digest() -> str:
 
 
 def _environment() -> list[str]:
-    """What programs follow from beside their sources and shapes."""
+    """The facts that programs follow from beside their sources and shapes."""
     devices = jax.devices()
     settings = {
         name: value

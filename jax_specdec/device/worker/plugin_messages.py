@@ -1,4 +1,4 @@
-"""What JAX says of an accelerator's plugin that it cannot use: a line, where one may be meant.
+"""Words of JAX on a plugin that it cannot use: a line, where an accelerator may be meant.
 
 The CUDA plugin says so with a traceback, also on a machine without a GPU, and a worker's output is
 what the reason of its end is taken from.

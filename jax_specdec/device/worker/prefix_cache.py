@@ -26,7 +26,7 @@ class _Prompt:
 
 
 class PrefixCache:
-    """What the caches of B slots hold, in chunks of one size; decides, and copies nothing.
+    """The contents of B slots' caches, in chunks of one size; decides, and copies nothing.
 
     Its decisions follow from its calls alone, so processes that share a model decide the same.
     """

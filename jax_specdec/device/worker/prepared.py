@@ -46,7 +46,7 @@ Ahead = dict[AnyKind, dict[str, Stage]]  # programs by kind and name
 
 
 class Arguments(NamedTuple):
-    """What the programs of a loop are called with, abstract."""
+    """Abstract arguments of a loop's programs."""
 
     params: Any
     state: LoopState

@@ -37,7 +37,7 @@ BETTER = 1.03  # times the tokens in a time: of widths, the one estimated too hi
 
 @dataclass
 class DraftHistory:
-    """What became of a request's drafts."""
+    """The fates of a request's drafts."""
 
     generation: int
     after_right: float  # the probability that a draft is right whose predecessor was

@@ -202,7 +202,7 @@ def _served_kinds(worker: Worker, *, narrower: bool) -> tuple[StepKind | PromptK
 
 
 def _kept_kinds(worker: Worker, arguments: Arguments) -> KeptKinds | None:
-    """What earlier starts have kept of a worker's programs."""
+    """The programs of a worker that earlier starts have kept."""
     folder = compilation_cache.folder()
     return KeptKinds.of(folder, worker.compiled, arguments, worker.prefill_chunk)
 
@@ -381,7 +381,7 @@ def _in_tiles(model: Model, config: WorkerConfig) -> Model:
 
 
 def _own_model(config: WorkerConfig) -> tuple[Any, OwnModel]:
-    """What the user's function makes of this configuration.
+    """The model that the user's function makes of this configuration.
 
     Raises:
       ValueError: there is no such module or function, or it returns something else.

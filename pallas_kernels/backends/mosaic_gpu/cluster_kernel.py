@@ -42,7 +42,7 @@ def topk_rows(
     allowed: jax.Array | None,
     biased: Biased | None = None,
 ) -> tuple[GroupOutputs[jax.Array], finish_kernel.RowOutputs[jax.Array]]:
-    """What pass 1 leaves of R target rows, and the outputs.
+    """The results of pass 1 for R target rows, and the outputs.
 
     Arguments as `read_targets` and `finish_rows` have them; biased: groups that are read again.
     """

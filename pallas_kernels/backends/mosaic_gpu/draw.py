@@ -186,7 +186,7 @@ class ExcludedTokens(NamedTuple):
 
 
 class RowToDraw(NamedTuple):
-    """What the program of a slot knows, in the kernel."""
+    """The row of a slot's program, in the kernel."""
 
     row: Row
     excluded: ExcludedTokens

@@ -210,7 +210,7 @@ def named(found: Sequence[jax.Array], outputs: Outputs, mode: Mode) -> RowOutput
 
 
 class RowToFinish(NamedTuple):
-    """What the program of a target row reads and writes, in the kernel."""
+    """The inputs and outputs of a target row's program, in the kernel."""
 
     schedule: Schedule
     outputs: Outputs
@@ -246,7 +246,7 @@ def finish_rows_kernel(
     shape: tuple[int, ...],
     num_targets: int,
     own: Callable[[], Index] = lambda: lax.axis_index("row"),  # its target row
-    wait: Callable[[], None] = lambda: None,  # until pass 1 has ended
+    wait: Callable[[], object] = lambda: None,  # until pass 1 has ended
 ) -> None:
     k = outputs.k
     more = more_outputs(outputs, mode)
@@ -315,7 +315,7 @@ def finish_rows_kernel(
 
 
 def write_logits(row: RowToFinish, found: Combined) -> None:
-    """What XLA makes the answers of: what was found, and the top K's logits."""
+    """Write what XLA makes the answers of: sums, and the top K's logits."""
     unbiased, evidence, count = found
     maximum, replacements = unbiased, None
     if row.inputs.replaced is not None:

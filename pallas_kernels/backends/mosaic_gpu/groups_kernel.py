@@ -51,7 +51,7 @@ NO_TARGETS = RowTargets(None, None, None)
 
 
 class GroupOutputs(NamedTuple, Generic[_Output]):
-    """What pass 1 leaves of R rows; of a row's `padded_groups` places `num_groups` are written."""
+    """The results of pass 1; of a row's `padded_groups` places `num_groups` are written."""
 
     # [3 * R * programs] f32, [3, R, programs] without its axes: see `_Carry`. Counts are 0 where
     # nothing is counted.
@@ -64,7 +64,7 @@ class GroupOutputs(NamedTuple, Generic[_Output]):
 
 
 class GroupInputs(NamedTuple):
-    """What pass 1 takes beside the logits: arrays outside the kernel, references inside."""
+    """Inputs of pass 1 beside the logits: arrays outside the kernel, references inside."""
 
     targets: RowTargets
     # [R] f32, `inverse_temperature`; None: of the targets' temperatures.
@@ -78,7 +78,7 @@ class GroupInputs(NamedTuple):
 
 
 class _Carry(NamedTuple):
-    """What a program keeps between steps; [groups of a block] float32."""
+    """A program's values between steps; [groups of a block] float32."""
 
     maximum: jax.Array
     # Sums of the groups' sums, each as it is: above 0 where a logit is above -inf, NaN where a row
@@ -187,7 +187,7 @@ def _run(
 
 
 class RowOfGroups(NamedTuple):
-    """What a program knows of the row that it reads, in the kernel."""
+    """The row that a program reads, in the kernel."""
 
     schedule: Schedule
     logits_ref: jax.Ref  # [N * width]
@@ -391,7 +391,7 @@ def _counted(
         given = [piece.astype(jnp.float32) for piece in pieces]
     kind = thread.result((WARPGROUP,), jnp.float32, here)
     layouts: tuple[Layout | str | None, ...] = (here, "scalar", *[layout] * len(given))
-    return thread.inline(body, (counts, limit, *given), layouts, kind)  # type: ignore[no-any-return]
+    return thread.inline(body, (counts, limit, *given), layouts, kind)
 
 
 def _pair_of_limits(row: RowOfGroups) -> jax.Array:
@@ -526,7 +526,7 @@ def group_sums_of(terms: jax.Array, layout: Layout) -> jax.Array:
         mine = thread.sum_over_lanes(thread.sum_in_pairs(thread.words(given)), width // RUN)
         return thread.one_each(mine, layout.reduce(1), (groups,))
 
-    return thread.inline(  # type: ignore[no-any-return]
+    return thread.inline(
         body, (terms,), (layout,), thread.result((groups,), jnp.float32, layout.reduce(1))
     )
 

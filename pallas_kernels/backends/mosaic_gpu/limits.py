@@ -1,4 +1,4 @@
-"""What the GPU kernels can run on: shapes of logits, and CUDA devices."""
+"""Limits of the GPU kernels: shapes of logits, and CUDA devices."""
 
 import jax
 

@@ -145,7 +145,7 @@ def _load_numbers(ref: Readable, target: Index, count: int) -> jax.Array:
         return thread.vector_of(registers, layout, (size,))
 
     kind = thread.result((size,), jnp.int32, layout)
-    return thread.inline(body, (ref, target * count), (None, "scalar"), kind)  # type: ignore[no-any-return]
+    return thread.inline(body, (ref, target * count), (None, "scalar"), kind)
 
 
 def _at_numbers(ref: Readable, start: Index, numbers: jax.Array, parts: int) -> jax.Array:
@@ -161,7 +161,7 @@ def _at_numbers(ref: Readable, start: Index, numbers: jax.Array, parts: int) -> 
         return thread.vector_of_floats(registers, layout, numbers.shape)
 
     kind = thread.result(numbers.shape, jnp.float32, layout)
-    return thread.inline(body, (ref, start, numbers), (None, "scalar", layout), kind)  # type: ignore[no-any-return]
+    return thread.inline(body, (ref, start, numbers), (None, "scalar", layout), kind)
 
 
 def row_total(
@@ -260,7 +260,7 @@ def _maxima(schedule: Schedule, groups: SummedGroups) -> jax.Array:
 
     kind = thread.result((size,), jnp.float32, layout)
     arguments = groups.maxima, groups.sums
-    return thread.inline(body, arguments, (of_parts, layout), kind)  # type: ignore[no-any-return]
+    return thread.inline(body, arguments, (of_parts, layout), kind)
 
 
 def _digits_of(weights: jax.Array, vocab_size: int) -> list[jax.Array]:
@@ -299,7 +299,7 @@ def _sum_of_thread(digits: jax.Array, layout: Layout) -> jax.Array:
             total = total + other
         return thread.one_each(total, VECTOR, (WARPGROUP,), signed=True)
 
-    return thread.inline(body, (digits,), (layout,), kind)  # type: ignore[no-any-return]
+    return thread.inline(body, (digits,), (layout,), kind)
 
 
 def _over_warps(scratch: Value, sums: list[Word]) -> list[Word]:

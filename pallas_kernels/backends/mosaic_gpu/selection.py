@@ -175,7 +175,7 @@ def collect(
         return thread.scalar(collect_of_thread(refs, word(cut_here), ids))
 
     count = thread.result((), jnp.int32, compat.GPU.Layout.WG_SPLAT)
-    return thread.inline(body, arguments, layouts, count)  # type: ignore[no-any-return]
+    return thread.inline(body, arguments, layouts, count)
 
 
 def collect_enough(
@@ -374,4 +374,4 @@ def key_of_scalar(x: jax.Array) -> jax.Array:
         return thread.scalar(mirrored_word(thread.bits_of(word(value))))
 
     kind = thread.result((), jnp.int32, GPU.Layout.WG_SPLAT)
-    return thread.inline(body, (x,), ("scalar",), kind)  # type: ignore[no-any-return]
+    return thread.inline(body, (x,), ("scalar",), kind)

@@ -1,4 +1,4 @@
-"""What each thread of pass 2 does when it selects a row's top K: `selection` in vectors calls it.
+"""The work of each thread of pass 2 on a row's top K: `selection` in vectors calls it.
 
 Which parts are chosen, which of their logits are candidates, and the rank of each of these.
 """
@@ -66,7 +66,7 @@ ThreadCandidates: TypeAlias = Candidates[Value, Word]
 
 
 def choose_of_thread(mine: list[Word], cut: Word, k: int, chosen: Value, totals: Value) -> None:
-    """What a thread does, which holds these keys."""
+    """The work of a thread that holds these keys."""
     flags = [thread.select(key > cut, 1, thread.select(key == cut, 1 << TIES, 0)) for key in mine]
     total = flags[0]
     for flag in flags[1:]:
@@ -120,7 +120,7 @@ def _if_chosen(where: ThreadCandidates, place: Word, end: Number) -> Word:
 
 
 def collect_of_thread(where: ThreadCandidates, cut: Word, cut_id: Word | None) -> Word:
-    """What a thread does."""
+    """The work of a thread."""
     schedule = where.schedule
     me = thread.thread()
     thread.sync_threads()  # the counter may still be read
@@ -131,7 +131,7 @@ def collect_of_thread(where: ThreadCandidates, cut: Word, cut_id: Word | None) -
     value, next_value = _value(cut), _value(cut + 1)
 
     def limit(vector: LogitVector) -> Word:
-        """What a logit of the vector must reach; ids within it are looked at later."""
+        """The least logit of the vector that counts; ids within it are looked at later."""
         reached = value
         if cut_id is not None:
             reached = thread.select(vector.start < cut_id, value, next_value)
@@ -242,7 +242,7 @@ def _log2(number: int) -> int:
 
 
 def ranked(mine: list[Word], found_ref: Value, count: Word) -> list[tuple[Word, Word, Word]]:
-    """What a thread does for the candidates of these numbers: rank, key and id of each."""
+    """A thread's work on the candidates of these numbers: rank, key and id of each."""
     me = thread.thread()
 
     def end() -> None:

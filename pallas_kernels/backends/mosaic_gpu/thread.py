@@ -1,4 +1,4 @@
-"""What one thread of a kernel computes, where Pallas has only whole vectors: MLIR, spelt in Python.
+"""Work of one thread of a kernel, where Pallas has only whole vectors: MLIR, spelt in Python.
 
 Pallas lowers operations of vectors that a warpgroup holds. It has no store to a place that each
 thread chooses, no prefix sum and no atomic, so the selection in pass 2 writes a few functions of
@@ -8,7 +8,7 @@ a 32-bit integer, a float or a truth value of each thread.
 
 from collections.abc import Callable, Sequence
 from math import gcd
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, overload
 
 import jax
 import jax.experimental.mosaic.gpu as mosaic_gpu
@@ -101,7 +101,7 @@ def word(value: Number) -> Word:
 
 
 def words(vector: Vector) -> list[Word]:
-    """What a thread holds of a vector, in the order of its registers."""
+    """A thread's part of a vector, in the order of its registers."""
     found = []
     for register in vector.registers.flat:
         (length,) = ir.VectorType(register.type).shape
@@ -341,7 +341,7 @@ def dtype_of(vector: Vector) -> str:
 
 
 def pairs(vector: Vector) -> list[Word]:
-    """What a thread holds of a vector of 16 bits, an even number a register, two of them a word."""
+    """A thread's part of a vector of 16 bits, an even number a register, two of them a word."""
     found = []
     for register in vector.registers.flat:
         count = ir.VectorType(register.type).shape[0] // 2
@@ -386,7 +386,7 @@ def of_numbers(function: Callable[..., jax.Array], *numbers: jax.Array | float) 
         return Vector.splat(words(elements)[0].value, ())
 
     kind = result((), jnp.float32, GPU.Layout.WG_SPLAT)
-    return inline(body, (vector,), (layout,), kind)  # type: ignore[no-any-return]
+    return inline(body, (vector,), (layout,), kind)
 
 
 def products(layout: Layout) -> Callable[[jax.Array, jax.Array], jax.Array]:
@@ -402,7 +402,7 @@ def products(layout: Layout) -> Callable[[jax.Array, jax.Array], jax.Array]:
             return elements_like(a, products_here)
 
         kinds = (layout, layout if jnp.ndim(b) else "scalar")
-        return inline(body, (a, b), kinds, result(size, jnp.float32, layout))  # type: ignore[no-any-return]
+        return inline(body, (a, b), kinds, result(size, jnp.float32, layout))
 
     return product_of
 
@@ -429,7 +429,7 @@ def again(x: jax.Array) -> jax.Array:
         return Vector.splat(as_float32(here).value, ())
 
     kind = result((), jnp.float32, GPU.Layout.WG_SPLAT)
-    return inline(body, (x,), ("scalar",), kind)  # type: ignore[no-any-return]
+    return inline(body, (x,), ("scalar",), kind)
 
 
 def pair_again(x: jax.Array) -> jax.Array:
@@ -441,7 +441,7 @@ def pair_again(x: jax.Array) -> jax.Array:
         return scalar(Word(llvm.inline_asm(i32(), [bits], text, "=r,h", has_side_effects=True)))
 
     kind = result((), jnp.int32, GPU.Layout.WG_SPLAT)
-    return inline(body, (x,), ("scalar",), kind)  # type: ignore[no-any-return]
+    return inline(body, (x,), ("scalar",), kind)
 
 
 def pair_of(vector: jax.Array) -> jax.Array:
@@ -453,7 +453,7 @@ def pair_of(vector: jax.Array) -> jax.Array:
         return scalar(Word(half) * 0x10001)
 
     kind = result((), jnp.int32, GPU.Layout.WG_SPLAT)
-    return inline(body, (vector,), (warp_layout(),), kind)  # type: ignore[no-any-return]
+    return inline(body, (vector,), (warp_layout(),), kind)
 
 
 def special(register: str) -> jax.Array:
@@ -462,11 +462,11 @@ def special(register: str) -> jax.Array:
     def body() -> Vector:
         return scalar(_assembled(f"mov.u32 $0, %{register};", "=r", []))
 
-    return inline(body, (), (), result((), jnp.int32, GPU.Layout.WG_SPLAT))  # type: ignore[no-any-return]
+    return inline(body, (), (), result((), jnp.int32, GPU.Layout.WG_SPLAT))
 
 
 def arrive_in_cluster() -> None:
-    """What the thread wrote before is seen by those of its cluster that wait for it."""
+    """Let those of the cluster that wait for this thread see what it wrote before."""
     _ordered("barrier.cluster.arrive.release.aligned;")
 
 
@@ -490,7 +490,7 @@ def when(condition: Word, body: Callable[[], None]) -> None:
 
 
 def when_else(condition: Word, body: Callable[[], list[Word]], otherwise: list[Word]) -> list[Word]:
-    """What the body returns in threads where the condition holds, elsewhere the other values."""
+    """The body's values in threads where the condition holds, elsewhere the other values."""
     branch = scf.IfOp(condition.value, [x.value.type for x in otherwise], has_else=True)
     with ir.InsertionPoint(branch.then_block):
         scf.yield_([x.value for x in body()])
@@ -621,6 +621,20 @@ def from_lane_below(x: Word, distance: int) -> Word:
     return _assembled(f"shfl.sync.up.b32 $0, $1, {distance}, 0, -1;", "=r,r", [x.value])
 
 
+@overload
+def inline(
+    function: Callable[..., Results],
+    arguments: Sequence[Readable | Index],
+    layouts: Sequence[Layout | str | None],
+    results: jax.ShapeDtypeStruct,
+) -> jax.Array: ...
+@overload
+def inline(
+    function: Callable[..., Results],
+    arguments: Sequence[Readable | Index],
+    layouts: Sequence[Layout | str | None],
+    results: tuple[jax.ShapeDtypeStruct, ...],
+) -> tuple[jax.Array, ...]: ...
 def inline(
     function: Callable[..., Results],
     arguments: Sequence[Readable | Index],
@@ -679,7 +693,7 @@ def load_at_once(ref: Readable, index: Index) -> jax.Array:
         return Vector.splat(found, (), is_signed=True if integer else None)
 
     kind = result((), dtype, GPU.Layout.WG_SPLAT)
-    return inline(body, (ref, index), (None, "scalar"), kind)  # type: ignore[no-any-return]
+    return inline(body, (ref, index), (None, "scalar"), kind)
 
 
 def lanes_of(number: int) -> int:
@@ -688,7 +702,7 @@ def lanes_of(number: int) -> int:
 
 
 def over_lanes(join: Callable[[Word, Word], Word], vector: jax.Array, lanes: int) -> jax.Array:
-    """What 2**n neighboring lanes hold of a vector in a `warp_layout`, joined in pairs: a number.
+    """The values of 2**n neighboring lanes in a `warp_layout`, joined in pairs: a number.
 
     Each 2**n lanes of the warp hold the same.
     """
@@ -702,7 +716,7 @@ def over_lanes(join: Callable[[Word, Word], Word], vector: jax.Array, lanes: int
         return Vector.splat(x.value, ())
 
     kind = result((), jnp.float32, GPU.Layout.WG_SPLAT)
-    return inline(body, (vector,), (warp_layout(),), kind)  # type: ignore[no-any-return]
+    return inline(body, (vector,), (warp_layout(),), kind)
 
 
 def load_in_warps(ref: Readable, start: Index, size: int) -> jax.Array:
@@ -718,7 +732,7 @@ def load_in_warps(ref: Readable, start: Index, size: int) -> jax.Array:
         found = llvm.inline_asm(ir.F32Type.get(), [address], text, "=f,l", has_side_effects=True)
         return one_each(Word(found), warp_layout(), (32,))
 
-    return inline(body, (ref, start), (None, "scalar"), result((32,), jnp.float32, warp_layout()))  # type: ignore[no-any-return]
+    return inline(body, (ref, start), (None, "scalar"), result((32,), jnp.float32, warp_layout()))
 
 
 def vector_at_once(ref: Value, index: Number, count: int) -> Value:
@@ -752,4 +766,4 @@ def load_run_at_once(ref: Readable, start: Index, size: int, layout: Layout) -> 
         loaded = [vector_at_once(here, first + i, vector) for i in range(0, run, vector)]
         return vector_of(loaded, layout, (size,))
 
-    return inline(body, (ref, start), (None, "scalar"), result((size,), dtype, layout))  # type: ignore[no-any-return]
+    return inline(body, (ref, start), (None, "scalar"), result((size,), dtype, layout))

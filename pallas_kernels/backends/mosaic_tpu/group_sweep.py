@@ -43,7 +43,7 @@ _TOGETHER = 8  # groups whose operations stand together: the compiler keeps to t
 
 
 class Groups(NamedTuple):
-    """What is read as groups. Hashable."""
+    """The groups to read. Hashable."""
 
     tokens: int  # from the first group on
     has_offset: bool = False  # whether the first begins at a column that only the program knows

@@ -1,4 +1,4 @@
-"""What the TPU kernels can run on, and where they are faster than XLA."""
+"""Limits of the TPU kernels, and where they are faster than XLA."""
 
 import jax
 

@@ -167,7 +167,7 @@ def constants_of_rows(
     inverse: jax.Array,
     shift: jax.Array,
 ) -> jax.Array:
-    """What the kernel takes of each row: [rows of batches, 3] int32, `unit.RowConstants`."""
+    """Numbers of each row for the kernel: [rows of batches, 3] int32, `unit.RowConstants`."""
     limit = limit_of_count(selected, inclusive)
     columns = [lax.bitcast_convert_type(x, jnp.int32) for x in (limit, scale_of(inverse))]
     rows = schedule.num_batches * schedule.batch_rows

@@ -362,7 +362,7 @@ def _any(x: jax.Array) -> jax.Array:
 
 
 def groups_of(schedule: Schedule) -> Groups:
-    """What the kernel reads as groups."""
+    """The groups that the kernel reads."""
     return Groups(schedule.vocabulary, weighted=schedule.entropy, counted=True)
 
 

@@ -195,7 +195,7 @@ class Schedule:
 
     @property
     def vmem_bytes(self) -> int:
-        """What the kernel may take of VMEM."""
+        """The bytes of VMEM that the kernel may take."""
         return self.own_bytes + REST
 
     @property

@@ -193,7 +193,7 @@ def _permuted(x: jax.Array, lanes: jax.Array) -> jax.Array:
 
 
 class RowConstants(NamedTuple):
-    """What the kernel takes of 8 rows, [8, 128] each: columns of an int32 array."""
+    """Numbers of 8 rows for the kernel, [8, 128] each: columns of an int32 array."""
 
     limit: jax.Array  # float32: what larger logits are larger than
     scale: jax.Array  # float32: the factor of logit differences in exponents of 2

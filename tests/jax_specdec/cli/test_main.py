@@ -40,7 +40,9 @@ def test_every_command_explains_itself(name, capsys):
     assert program == "jax-specdec"
     assert main_module.parsed_options(arguments)[1].command == name  # which it would refuse else
     status_of("--help")
-    assert re.search(rf"^    {name}\s", capsys.readouterr().out, re.MULTILINE)
+    assert re.search(
+        rf"\Aexample: .*^    {name}\s", capsys.readouterr().out, re.MULTILINE | re.DOTALL
+    )
 
 
 @pytest.mark.parametrize(
@@ -70,23 +72,33 @@ def test_main_runs_in_another_thread_too(fake):
     assert codes == [0]
 
 
-INTERRUPTED_IMPORT = """
+ENGINE = "jax_specdec.engine.engine"
+NO_X = "ModuleNotFoundError('no x')"
+FAILING_IMPORT = """
 import sys
-class Interrupt:
+class Failure:
     def find_spec(self, name, path=None, target=None):
         if name == sys.argv[1]:
-            raise KeyboardInterrupt
-sys.meta_path.insert(0, Interrupt())
+            raise eval(sys.argv[2])
+sys.meta_path.insert(0, Failure())
 from jax_specdec.cli.main import main
-sys.exit(main(["demo"]))
+sys.exit(main([sys.argv[3]]))
 """
 
 
-@pytest.mark.parametrize("module", ["ipc.wire", "jax_specdec.engine.engine"])
-def test_ctrl_c_during_an_import_prints_no_traceback(module):
-    command = [sys.executable, "-c", INTERRUPTED_IMPORT, module]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+@pytest.mark.parametrize(
+    ("module", "error", "command", "status", "message"),
+    [
+        *((name, "KeyboardInterrupt", "demo", 130, "interrupted") for name in ("ipc.wire", ENGINE)),
+        ("xxhash", NO_X, "doctor", 2, "jax-specdec: no x: doctor needs `pip install .`"),
+        ("pydantic", NO_X, "serve", 2, "jax-specdec: no x: serve needs `pip install '.[serve]'`"),
+    ],
+)
+def test_an_import_that_fails_prints_no_traceback(module, error, command, status, message):
+    """By Ctrl-C, or as a package is not installed."""
+    program = [sys.executable, "-c", FAILING_IMPORT, module, error, command]
+    done = subprocess.run(program, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (status, f"{message}\n")
 
 
 def tops(*modules):

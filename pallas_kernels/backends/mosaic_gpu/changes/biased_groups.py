@@ -140,7 +140,7 @@ def sum_in_cluster(
     program: Index,
     num_targets: int,
 ) -> None:
-    """What a program of a row's cluster does: every so many blocks of the row's are its own.
+    """The work of a program of a row's cluster: every so many blocks of the row's are its own.
 
     Args:
       row: of logits, and their changes.
@@ -252,4 +252,5 @@ def _numbers(
 
     kind = thread.result((GROUPS_PER_BLOCK,), jnp.int32, layout)
     arguments, layouts = (numbers_ref, begin, block), (None, "scalar", "scalar")
-    return thread.inline(body, arguments, layouts, (kind, kind))  # type: ignore[no-any-return]
+    group_numbers, places = thread.inline(body, arguments, layouts, (kind, kind))
+    return group_numbers, places

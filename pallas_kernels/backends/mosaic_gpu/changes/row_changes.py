@@ -21,7 +21,7 @@ from pallas_kernels.contract.changes import WORD, Changes, unbiased
 
 
 class FlatChanges(NamedTuple, Generic[Reference]):
-    """What is changed of N rows: arrays outside a kernel, references inside.
+    """The changes of N rows: arrays outside a kernel, references inside.
 
     A run of a row begins at a multiple of its length, so its bits lie in one word.
     """
@@ -132,7 +132,7 @@ class ChangesOfRow(NamedTuple):
         return ids.type.shape[0] * self.words // unbiased.type.shape[0]  # type: ignore[no-any-return]
 
     def places_before(self, last: Word) -> Near:
-        """What is at the last places of a group: all are loaded at once, with the logits."""
+        """The values at the last places of a group: all are loaded at once, with the logits."""
         first = self.row * self.places
         at = first + thread.smaller(last, self.places - 1)
         pairs = [self._at(thread.larger(at - i, first)) for i in range(NEAR)]
