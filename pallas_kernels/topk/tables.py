@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from pallas_kernels.contract.field_docs import with_field_docs
 from pallas_kernels.contract.rows import check_ids
 from pallas_kernels.contract.types import Logits, RowIds
+from pallas_kernels.lowering.programs import compiled
 from pallas_kernels.topk.call import topk_logprobs
 
 
@@ -66,10 +67,16 @@ def logprobs_tensors(
     ids, logprobs = results.token_ids, results.logprobs
     if top_k_nums is not None:
         num_columns = check_ids("top_k_nums", top_k_nums, (ids.shape[0],))
-        padding = jnp.arange(ids.shape[1], dtype=jnp.int32)[None] > num_columns[:, None]
-        ids = jnp.where(padding, jnp.int32(-1), ids)
-        logprobs = jnp.where(padding, -jnp.inf, logprobs)
+        ids, logprobs = compiled(_first_columns)(ids, logprobs, num_columns)
     return LogprobsTensors(ids, logprobs, results.token_ranks)
+
+
+def _first_columns(
+    ids: jax.Array, logprobs: jax.Array, num_columns: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The given token and so many columns behind it of each row; no tokens in the others."""
+    padding = jnp.arange(ids.shape[1], dtype=jnp.int32)[None] > num_columns[:, None]
+    return jnp.where(padding, jnp.int32(-1), ids), jnp.where(padding, -jnp.inf, logprobs)
 
 
 def padded_token_ids(

@@ -52,7 +52,10 @@ def test_counts_see_a_call_that_compiles_anew():
 
 # In loops that run in Python, `verify` takes a minute: the lane has it.
 QUICK = {"disable_jit": ("topk_logprobs, all options", "greedy", "row_ids_of")}
-IN_MODES = "topk_logprobs, all options", "verify, k", "rollout_logprobs, kept"
+IN_MODES = (
+    "topk_logprobs, all options", "verify, k", "rollout_logprobs, kept",
+    "logprobs_tensors, some columns",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("mode", MODES)

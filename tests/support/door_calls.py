@@ -90,6 +90,9 @@ def door_calls():
             hidden, head, token_ids, few
         ),
         "logprobs_tensors": lambda: kernels.logprobs_tensors(x, ids, 5),
+        "logprobs_tensors, some columns": lambda: kernels.logprobs_tensors(
+            x, ids, 5, top_k_nums=all_rows
+        ),
         "padded_token_ids": lambda: kernels.padded_token_ids([[1, 2], [3]], 2),
         "draw": lambda: sampling.draw(first, slots, positions),
         "verify, greedy": lambda: sampling.verify(
