@@ -7,17 +7,12 @@ the correctly rounded value, which `Hardware` may move as far as the PTX ISA all
 
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-# Raw bits by the letter of an operand: p predicate, h 16, w 32, d 64.
-TYPES = {"p": np.bool_, "h": np.uint16, "w": np.uint32, "d": np.uint64}
-KINDS = {"pred": "p", "b16": "h", "b32": "w", "b64": "d"}
-BITS = {"p": 1, "h": 16, "w": 32, "d": 64}
-WIDER = {"h": "w", "w": "d"}
+from . import undefined
+from .parser import KINDS, TYPES, WIDER
 
 COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 FLOAT_COMPARISONS = (*COMPARISONS, *(f"{name}u" for name in COMPARISONS), "num", "nan")
@@ -26,8 +21,7 @@ INTEGERS = tuple(sign + bits for sign in "us" for bits in ("16", "32", "64"))
 NAN32, NAN16 = np.uint32(0x7FFFFFFF), np.uint16(0x7FFF)  # what every float operation returns
 
 
-@dataclass(frozen=True)
-class Hardware:
+class Hardware(NamedTuple):
     """Choices that the PTX ISA leaves open.
 
     errors: of approximate instructions, none or the largest that are documented. A relative error
@@ -58,8 +52,7 @@ class Hardware:
 Function = Callable[..., np.ndarray]
 
 
-@dataclass(frozen=True)
-class Operation:
+class Operation(NamedTuple):
     """results and sources as letters of `TYPES`; a capital one may not be undefined.
 
     spread: how undefined bits are handed on where `undefined.rule` does not know it.
@@ -73,25 +66,52 @@ class Operation:
     of_hardware: bool = False
 
 
-def floats(x: np.ndarray, kind: str) -> np.ndarray:
-    """Raw bits as float32 values; of 16-bit kinds exactly."""
-    if kind == "f32":
-        return x.view(np.float32)
+def letter_of(kind: str) -> str:
+    return "p" if kind == "pred" else {"16": "h", "32": "w", "64": "d"}[kind[-2:]]
+
+
+def number(x: np.ndarray, kind: str) -> np.ndarray:
+    """Raw bits as numbers of a kind; floats of 16 bits exactly, as float32."""
+    if kind == "bf16":
+        return (x.astype(np.uint32) << 16).view(np.float32)
     if kind == "f16":
         return x.view(np.float16).astype(np.float32)
-    assert kind == "bf16", kind
-    return (x.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    if kind == "f32":
+        return x.view(np.float32)
+    return x.view(f"i{x.dtype.itemsize}") if kind[0] == "s" else x
 
 
-def bits32(x: np.ndarray) -> np.ndarray:
-    """float32 values as raw bits, with the NaN of the GPU."""
-    raw = np.asarray(x, np.float32).view(np.uint32)
-    return np.where(np.isnan(x), NAN32, raw)
+def raw(x: np.ndarray, kind: str) -> np.ndarray:
+    """Numbers as raw bits: floats with the NaN of the GPU, those of 16 bits rounded, ties to even.
+
+    Of sums that are rounded to 2 p + 2 bits or more before, the rounding to p bits is that of the
+    exact sum (Figueroa 1995); float32 has 24, and p is 11 or 8.
+    """
+    if "f" not in kind:
+        return x.astype(TYPES[letter_of(kind)])
+    word = np.asarray(x, np.float32).view(np.uint32)
+    if kind == "f32":
+        return np.where(np.isnan(x), NAN32, word)
+    if kind == "f16":
+        narrow = word.view(np.float32).astype(np.float16).view(np.uint16)
+    else:
+        narrow = ((word.astype(np.uint64) + 0x7FFF + (word >> 16 & 1)) >> 16).astype(np.uint16)
+    return np.where(np.isnan(x), NAN16, narrow)
 
 
-def halves(x: np.ndarray, narrow: type) -> tuple[np.ndarray, np.ndarray]:
-    """The lower and the upper half of each word."""
-    return x.astype(narrow), (x >> x.dtype.type(8 * narrow().itemsize)).astype(narrow)
+def on(function: Function, kind: str, result: str = "") -> Function:
+    """The function of numbers on raw bits of a kind; its result is of that kind or another."""
+    return lambda *args: raw(function(*(number(x, kind) for x in args)), result or kind)
+
+
+def mixed(function: Function, kind: str) -> Function:
+    """Of a number of this kind and a float32."""
+    return lambda a, b: raw(function(number(a, kind), number(b, "f32")), "f32")
+
+
+def halves(x: np.ndarray) -> np.ndarray:
+    """[..., 2]: the lower and the upper half of each word."""
+    return x[..., None].view(f"u{x.dtype.itemsize // 2}")
 
 
 def joined(low: np.ndarray, high: np.ndarray, wide: type) -> np.ndarray:
@@ -99,37 +119,19 @@ def joined(low: np.ndarray, high: np.ndarray, wide: type) -> np.ndarray:
     return low.astype(wide) | high.astype(wide) << wide(8 * low.dtype.itemsize)
 
 
-def packed(function: Function, narrow: type, wide: type) -> Function:
+def packed(function: Function) -> Function:
     """On both halves of words."""
 
     def both(*args: np.ndarray) -> np.ndarray:
-        parts = zip(*(halves(x, narrow) for x in args), strict=True)
-        return joined(*(function(*part) for part in parts), wide)
+        found = np.ascontiguousarray(function(*map(halves, args)))
+        return found.view(args[0].dtype)[..., 0]
 
     return both
 
 
-def rounded(x: np.ndarray, kind: str) -> np.ndarray:
-    """Raw bits of float32 as those of f16 or bf16, ties to even, with the NaN of the GPU."""
-    if kind == "f16":
-        narrow = floats(x, "f32").astype(np.float16).view(np.uint16)
-    else:
-        odd = (x >> np.uint32(16)) & np.uint32(1)
-        narrow = ((x.astype(np.uint64) + 0x7FFF + odd) >> np.uint64(16)).astype(np.uint16)
-    return np.where(np.isnan(floats(x, "f32")), NAN16, narrow)
-
-
-def sum_of(kind: str) -> Function:
-    """add.rn of 16 bits: of sums that are rounded to 2 p + 2 bits or more before, the rounding to p
-    bits is that of the exact sum (Figueroa 1995); float32 has 24, and p is 11 or 8.
-    """
-    return lambda a, b: rounded(bits32(floats(a, kind) + floats(b, kind)), kind)
-
-
-def both_rounded(high: np.ndarray, low: np.ndarray) -> np.ndarray:
-    """cvt.rn.bf16x2.f32: the first source is the upper half."""
-    upper, lower = (rounded(x, "bf16").astype(np.uint32) for x in (high, low))
-    return (upper << np.uint32(16)) | lower
+def by_half(function: Function) -> Function:
+    """Of both halves of words, a result of each."""
+    return lambda *args: function(*map(halves, args)).T
 
 
 def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
@@ -142,10 +144,10 @@ def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     total = product + addend
     part = total - product
     error = (product - (total - part)) + (addend - part)
-    raw = total.view(np.int64)
-    inexact = np.isfinite(total) & (error != 0) & (raw & 1 == 0)
+    bits = total.view(np.int64)
+    inexact = np.isfinite(total) & (error != 0) & (bits & 1 == 0)
     away = (error > 0) == (total > 0)  # towards the exact sum: larger or smaller in size
-    odd = np.where(inexact, raw + np.where(away, 1, -1), raw)
+    odd = np.where(inexact, bits + np.where(away, 1, -1), bits)
     return odd.view(np.float64).astype(np.float32)
 
 
@@ -154,260 +156,153 @@ def flushed(x: np.ndarray) -> np.ndarray:
     return np.where(np.abs(x) < np.float32(2.0**-126), np.copysign(np.float32(0), x), x)
 
 
-def exponential(hardware: Hardware, x: np.ndarray, ends: Function = np.asarray) -> np.ndarray:
-    """2**x; ends: what becomes of numbers as they come and go."""
-    exact = np.exp2(ends(floats(x, "f32")).astype(np.float64))
-    return bits32(ends(hardware.approximate(exact).astype(np.float32)))
+def approximate(function: Function, ends: Function = np.asarray) -> Function:
+    """Of float32; ends: what becomes of numbers as they come and go."""
+
+    def run(hardware: Hardware, *args: np.ndarray) -> np.ndarray:
+        exact = function(*(ends(number(x, "f32")).astype(np.float64) for x in args))
+        return raw(ends(hardware.approximate(exact).astype(np.float32)), "f32")
+
+    return run
 
 
-def divide(hardware: Hardware, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    exact = floats(a, "f32").astype(np.float64) / floats(b, "f32").astype(np.float64)
-    return bits32(hardware.approximate(exact).astype(np.float32))
+def extreme(beats: Function, of_zeros: Function, kind: str) -> Function:
+    """max.NaN and min.NaN: a NaN if either is one; 0.0 is larger than -0.0."""
+    nan = raw(np.float32("nan"), kind)
 
+    def chosen(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        x, y = number(a, kind), number(b, kind)
+        usual = np.where(x == y, of_zeros(a, b), np.where(beats(x, y), a, b))
+        return np.where(np.isnan(x) | np.isnan(y), nan, usual)
 
-def reciprocal(hardware: Hardware, x: np.ndarray) -> np.ndarray:
-    one = np.full_like(x, np.float32(1).view(np.uint32))
-    return divide(hardware, one, x)
-
-
-def of_f32(function: Function) -> Function:
-    return lambda *args: bits32(function(*(floats(x, "f32") for x in args)))
+    return chosen
 
 
 def largest(kind: str) -> Function:
-    """max.NaN: a NaN if either is one; 0.0 is larger than -0.0."""
-    sign, nan = (31, NAN32) if kind == "f32" else (15, NAN16)
-
-    def maximum(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        x, y = floats(a, kind), floats(b, kind)
-        take_a = (x > y) | ((x == y) & (a >> a.dtype.type(sign) == 0))
-        return np.where(np.isnan(x) | np.isnan(y), nan, np.where(take_a, a, b))
-
-    return maximum
-
-
-def smallest(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """min.NaN.f32: a NaN if either is one; -0.0 is smaller than 0.0."""
-    sign = np.uint32(1 << 31)
-    found = largest("f32")(a ^ sign, b ^ sign)
-    return np.where(found == NAN32, NAN32, found ^ sign)
-
-
-def signed(x: np.ndarray) -> np.ndarray:
-    return x.view({2: np.int16, 4: np.int32, 8: np.int64}[x.dtype.itemsize])
-
-
-def to_signed(function: Function) -> Function:
-    return lambda *args: function(*map(signed, args)).view(args[0].dtype)
-
-
-def exact(kind: str) -> Function:
-    """Integers of a kind in words of twice their width, with their sign; of 64 bits as Python's."""
-    wide = {"16": np.uint32, "32": np.uint64, "64": object}[kind[1:]]
-
-    def run(x: np.ndarray) -> np.ndarray:
-        return (signed(x) if kind[0] == "s" else x).astype(wide)
-
-    return run
+    return extreme(operator.gt, operator.and_, kind)
 
 
 def product(kind: str) -> Function:
-    """All bits of a product of integers; of 64 bits as Python's integers."""
-    widen = exact(kind)
-    return lambda a, b: widen(a) * widen(b)
+    """All bits of a product of integers, in words of twice the width."""
+    wide, bits = f"{kind[0].replace('s', 'i')}{int(kind[1:]) // 4}", f"b{2 * int(kind[1:])}"
+    return lambda *args: raw(np.multiply(*(number(x, kind).astype(wide) for x in args)), bits)
 
 
-def upper_product(kind: str) -> Function:
-    """The upper half of a product of integers."""
-    both, bits = product(kind), int(kind[1:])
-
-    def run(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        found = both(a, b)
-        if bits == 64:
-            return np.vectorize(lambda x: x >> 64 & (1 << 64) - 1, otypes=[np.uint64])(found)
-        return (found >> found.dtype.type(bits)).astype(a.dtype)
-
-    return run
-
-
-def added(function: Function) -> Function:
-    return lambda a, b, c: function(a, b) + c
-
-
-def converted(source: str, result: str) -> Function:
-    """An integer of another width, which keeps its sign if the source has one."""
-    dtype = TYPES[_letter(result)]
-    return lambda x: (signed(x) if source[0] == "s" else x).astype(dtype)
-
-
-def shift(name: str, kind: str) -> Function:
+def shift(function: Function, kind: str) -> Function:
     """The result of a shift by the width or more: all zeros, or all signs."""
     width = int(kind[1:])
 
     def run(x: np.ndarray, by: np.ndarray) -> np.ndarray:
-        amount = np.minimum(by, np.uint32(width - 1)).astype(x.dtype)
-        if kind.startswith("s"):
-            return (signed(x) >> amount.astype(signed(x).dtype)).view(x.dtype)
-        moved = x << amount if name == "shl" else x >> amount
-        return np.where(by >= width, x.dtype.type(0), moved)
+        moved = raw(function(number(x, kind), np.minimum(by, width - 1)), kind)
+        return moved if kind[0] == "s" else moved * (by < width)
 
     return run
 
 
-def funnel(left: bool) -> Function:
-    """shf.wrap: a word of two, moved by the last five bits of `by`: the upper one, or the lower."""
-
-    def run(low: np.ndarray, high: np.ndarray, by: np.ndarray) -> np.ndarray:
-        both, amount = joined(low, high, np.uint64), by.astype(np.uint64) & np.uint64(31)
-        return (both << amount >> np.uint64(32) if left else both >> amount).astype(np.uint32)
-
-    return run
+def funnel(moved: Function) -> Function:
+    """shf.wrap: a word of two, moved by the last five bits of `by`."""
+    return lambda low, high, by: raw(moved(joined(low, high, np.uint64), by & 31), "b32")
 
 
 def permuted(low: np.ndarray, high: np.ndarray, chosen: np.ndarray) -> np.ndarray:
     """prmt.b32: four of eight bytes, or of each its sign in all bits, by a nibble each."""
-    both, out = joined(low, high, np.uint64), np.zeros_like(low)
-    for i in range(4):
-        nibble = (chosen >> np.uint32(4 * i)).astype(np.uint64) & np.uint64(15)
-        byte = (both >> (np.uint64(8) * (nibble & np.uint64(7)))) & np.uint64(255)
-        sign = np.where(byte >> np.uint64(7) == 1, np.uint64(255), np.uint64(0))
-        found = np.where(nibble >> np.uint64(3) == 1, sign, byte).astype(np.uint32)
-        out = out | (found << np.uint32(8 * i))
-    return out
+    nibbles = chosen[..., None] >> np.arange(0, 16, 4, np.uint32) & 15
+    both = joined(low, high, np.uint64)[..., None] >> 8 * (nibbles & 7) & 255
+    both = np.where(nibbles > 7, both // 128 * 255, both)
+    return both.astype(np.uint8, order="C").view(np.uint32)[..., 0]
 
 
 def bit_field(x: np.ndarray, start: np.ndarray, length: np.ndarray) -> np.ndarray:
-    moved = x.astype(np.uint64) >> (start.astype(np.uint64) & np.uint64(255))
-    mask = (np.uint64(1) << np.minimum(length, 32).astype(np.uint64)) - np.uint64(1)
-    return (moved & mask).astype(np.uint32)
+    mask = (np.uint64(1) << np.minimum(length, 32)) - np.uint64(1)
+    return raw(x.astype(np.uint64) >> (start & 255) & mask, "b32")
 
 
 def truncated(x: np.ndarray) -> np.ndarray:
     """cvt.rzi.s32.f32: towards zero, saturated; NaN becomes 0."""
-    value = np.nan_to_num(floats(x, "f32").astype(np.float64), nan=0.0)
-    return np.clip(np.trunc(value), -(2.0**31), 2.0**31 - 1).astype(np.int32).view(np.uint32)
+    whole = np.trunc(np.nan_to_num(x.astype(np.float64), nan=0.0))
+    return np.clip(whole, -(2.0**31), 2.0**31 - 1).astype(np.int32)
 
 
-def comparison(name: str, kind: str) -> Function:
-    """setp; comparisons of floats are false where one is NaN, those that end in u are true."""
-    if "f" not in kind:
-        convert = signed if kind.startswith("s") else np.asarray
-        return lambda a, b: getattr(operator, name)(convert(a), convert(b))
+def comparison(name: str) -> Function:
+    """Comparisons of floats are false where one is NaN, those that end in u are true."""
 
-    def of_floats(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        x, y = floats(a, kind), floats(b, kind)
+    def holds(x: np.ndarray, y: np.ndarray) -> np.ndarray:
         unordered = np.isnan(x) | np.isnan(y)
         if name in ("nan", "num"):
             return unordered == (name == "nan")
-        found = getattr(operator, name[:2])(x, y)
-        return found | unordered if name.endswith("u") else found & ~unordered
+        return np.where(unordered, name.endswith("u"), getattr(operator, name[:2])(x, y))
 
-    return of_floats
-
-
-def comparisons(name: str, kind: str) -> dict[str, Operation]:
-    """setp alone, and joined with a predicate, of which one side may settle what is undefined."""
-    function, letters = comparison(name, kind), _letter(kind) * 2
-    whether = {
-        "and": (np.logical_and, lambda mask, value: mask | value),
-        "or": (np.logical_or, lambda mask, value: mask | ~value),
-        "xor": (np.logical_xor, lambda mask, value: np.ones_like(mask | value)),
-    }
-
-    def operation(join: Function, may_matter: Function) -> Operation:
-        def run(a: np.ndarray, b: np.ndarray, other: np.ndarray) -> np.ndarray:
-            return join(function(a, b), other)
-
-        def spread(values: Any, masks: Any) -> np.ndarray:
-            mine, other = (masks[0] | masks[1]) != 0, masks[2] != 0
-            matters = may_matter(mine, function(*values[:2])) & may_matter(other, values[2])
-            return (mine | other) & matters
-
-        return Operation("p", letters + "p", run, spread)
-
-    return {f"setp.{name}.{kind}": Operation("p", letters, function)} | {
-        f"setp.{name}.{word}.{kind}": operation(*how) for word, how in whether.items()
-    }
+    return holds
 
 
-def marked(name: str, kind: str) -> Function:
-    """set: 1.0 of the same kind where the comparison holds, else 0.0."""
-    one = np.uint16(0x3C00 if kind == "f16" else 0x3F80)
-    compare = comparison(name, kind)
-    return lambda a, b: np.where(compare(a, b), one, np.uint16(0))
+def joined_comparison(name: str, kind: str, word: str) -> Operation:
+    """setp and a predicate, of which one side may settle what is undefined in the other."""
+    holds, letters = on(comparison(name), kind, "pred"), letter_of(kind) * 2 + "p"
+    join, rule = getattr(operator, f"__{word}__"), undefined.rule(f"{word}.pred", "p")
 
+    def spread(values: Any, masks: Any) -> np.ndarray:
+        return rule([holds(*values[:2]), values[2]], [(masks[0] | masks[1]) != 0, masks[2]])
 
-def comparison_of_halves(kind: str) -> Operation:
-    """Two predicates, the lower half's first; each is undefined where its own half is."""
-    equal = comparison("eq", kind)
-
-    def each(function: Function, args: Any) -> tuple[np.ndarray, ...]:
-        parts = zip(*(halves(x, np.uint16) for x in args), strict=True)
-        return tuple(function(*part) for part in parts)
-
-    return Operation(
-        "pp", "ww", lambda *args: each(equal, args),
-        lambda _, masks: each(lambda a, b: (a | b) != 0, masks),
-    )  # fmt: skip
-
-
-def _letter(kind: str) -> str:
-    return {"16": "h", "32": "w", "64": "d"}[kind[-2:]]
+    return Operation("p", letters, lambda a, b, other: join(holds(a, b), other), spread)
 
 
 def _table() -> dict[str, Operation]:
     out: dict[str, Operation] = {}
+    to_bf16 = on(np.asarray, "f32", "bf16")
 
     def add(names: str, results: str, sources: str, function: Function, **more: Any) -> None:
         for name in names.split():
             out[name] = Operation(results, sources, function, **more)
 
     for name, function in (("add", np.add), ("sub", np.subtract), ("mul", np.multiply)):
-        add(f"{name}.f32 {name}.rn.f32", "w", "ww", of_f32(function))
-        add(f"{name}.f32x2", "d", "dd", packed(of_f32(function), np.uint32, np.uint64))
-        for kind in INTEGERS if name != "mul" else ():
-            add(f"{name}.{kind}", _letter(kind), _letter(kind) * 2, function)
-    add("fma.rn.f32", "w", "www", of_f32(fma))
-    add("fma.rn.f32x2", "d", "ddd", packed(of_f32(fma), np.uint32, np.uint64))
+        add(f"{name}.f32 {name}.rn.f32", "w", "ww", on(function, "f32"))
+        add(f"{name}.f32x2", "d", "dd", packed(on(function, "f32")))
+    add("fma.rn.f32", "w", "www", on(fma, "f32"))
+    add("fma.rn.f32x2", "d", "ddd", packed(on(fma, "f32")))
     add("neg.f32", "w", "w", lambda x: x ^ np.uint32(1 << 31))
-    add("neg.s32", "w", "w", lambda x: np.uint32(0) - x)
+    add("neg.s32", "w", "w", np.negative)
     add("abs.f32", "w", "w", lambda x: x & np.uint32(0x7FFFFFFF))
-    add("ex2.approx.f32", "w", "w", exponential, of_hardware=True)
-    add("ex2.approx.ftz.f32", "w", "w", partial(exponential, ends=flushed), of_hardware=True)
-    add("div.full.f32", "w", "ww", divide, of_hardware=True)
-    add("rcp.approx.f32", "w", "w", reciprocal, of_hardware=True)
+    add("ex2.approx.f32", "w", "w", approximate(np.exp2), of_hardware=True)
+    add("ex2.approx.ftz.f32", "w", "w", approximate(np.exp2, flushed), of_hardware=True)
+    add("div.full.f32", "w", "ww", approximate(np.divide), of_hardware=True)
+    add("rcp.approx.f32", "w", "w", approximate(np.reciprocal), of_hardware=True)
+    add("min.NaN.f32", "w", "ww", extreme(operator.lt, operator.or_, "f32"))
+    for kind in ("f32", "bf16", "f16", "b16", "b32", "b64", *INTEGERS):
+        names = FLOAT_COMPARISONS if "f" in kind else COMPARISONS[: 2 if kind[0] == "b" else 6]
+        for name in names:
+            add(f"setp.{name}.{kind}", "p", letter_of(kind) * 2, on(comparison(name), kind, "pred"))
+            for word in ("and", "or", "xor"):
+                out[f"setp.{name}.{word}.{kind}"] = joined_comparison(name, kind, word)
     for kind in ("f32", "bf16", "f16"):
-        add(f"max.NaN.{kind}", _letter(kind), _letter(kind) * 2, largest(kind))
-        for name in FLOAT_COMPARISONS:
-            out.update(comparisons(name, kind))
+        add(f"max.NaN.{kind}", letter_of(kind), letter_of(kind) * 2, largest(kind))
     for kind in ("bf16", "f16"):
-        add(f"max.NaN.{kind}x2", "w", "ww", packed(largest(kind), np.uint16, np.uint32))
-        out[f"setp.eq.{kind}x2"] = comparison_of_halves(kind)
-        for name in ("gt", "ge"):
-            both = packed(marked(name, kind), np.uint16, np.uint32)
-            add(f"set.{name}.{kind}x2.{kind}x2", "w", "ww", both)
-        add(f"add.rn.{kind}x2", "w", "ww", packed(sum_of(kind), np.uint16, np.uint32))
-        add(f"cvt.f32.{kind}", "w", "h", lambda x, kind=kind: bits32(floats(x, kind)))
-        add(f"sub.rn.f32.{kind}", "w", "hw",
-            lambda a, b, kind=kind: bits32(floats(a, kind) - floats(b, "f32")))  # fmt: skip
-    add("min.NaN.f32", "w", "ww", smallest)
-    for kind in ("b16", "b32", "b64", *INTEGERS):
-        for name in COMPARISONS[:2] if kind[0] == "b" else COMPARISONS:
-            out.update(comparisons(name, kind))
+        add(f"max.NaN.{kind}x2", "w", "ww", packed(largest(kind)))
+        add(f"add.rn.{kind}x2", "w", "ww", packed(on(np.add, kind)))
+        for name in ("gt", "ge"):  # 1.0 or 0.0
+            add(f"set.{name}.{kind}x2.{kind}x2", "w", "ww", packed(on(comparison(name), kind)))
+        # Two predicates, the lower half's first; each is undefined where its own half is.
+        add(f"setp.eq.{kind}x2", "pp", "ww", by_half(on(comparison("eq"), kind, "pred")),
+            spread=lambda _, masks: (halves(masks[0] | masks[1]) != 0).T)  # fmt: skip
+        add(f"cvt.f32.{kind}", "w", "h", on(np.asarray, kind, "f32"))
+        add(f"cvt.rn.{kind}.f32", "h", "w", on(np.asarray, "f32", kind))
+        for name, function in (("add", np.add), ("sub", np.subtract)):
+            add(f"{name}.rn.f32.{kind}", "w", "hw", mixed(function, kind))
     for name, function in (("min", np.minimum), ("max", np.maximum)):
-        add(f"{name}.s32", "w", "ww", to_signed(function))
-        add(f"{name}.u32", "w", "ww", function)
+        for kind in ("s32", "u32"):
+            add(f"{name}.{kind}", "w", "ww", on(function, kind))
     for kind in INTEGERS:
-        narrow, wide = _letter(kind), WIDER.get(_letter(kind), "")
+        narrow = letter_of(kind)
+        add(f"add.{kind}", narrow, narrow * 2, np.add)
+        add(f"sub.{kind}", narrow, narrow * 2, np.subtract)
         add(f"mul.lo.{kind}", narrow, narrow * 2, np.multiply)
-        add(f"mul.hi.{kind}", narrow, narrow * 2, upper_product(kind))
         add(f"mad.lo.{kind}", narrow, narrow * 3, lambda a, b, c: a * b + c)
-        add(f"mad.hi.{kind}", narrow, narrow * 3, added(upper_product(kind)))
-        if wide:
-            add(f"mul.wide.{kind}", wide, narrow * 2, product(kind))
-            add(f"mad.wide.{kind}", wide, narrow * 2 + wide, added(product(kind)))
         for other in INTEGERS:
-            add(f"cvt.{other}.{kind}", _letter(other), narrow, converted(kind, other))
+            add(f"cvt.{other}.{kind}", letter_of(other), narrow, on(np.asarray, kind, other))
+        if wide := WIDER.get(narrow):
+            both, whole = narrow * 2, product(kind)
+            add(f"mul.wide.{kind}", wide, both, whole)
+            add(f"mul.hi.{kind}", narrow, both, lambda a, b, f=whole: halves(f(a, b))[..., 1])
+            add(f"mad.wide.{kind}", wide, both + wide, lambda a, b, c, f=whole: f(a, b) + c)
     for kind, letter in KINDS.items():
         add(f"and.{kind}", letter, letter * 2, np.bitwise_and)
         add(f"or.{kind}", letter, letter * 2, np.bitwise_or)
@@ -416,22 +311,21 @@ def _table() -> dict[str, Operation]:
         add(f"mov.{kind}", letter, letter, np.asarray)
     add("mov.u32", "w", "w", np.asarray)
     for kind in ("b16", "b32", "b64", "f32"):
-        letter = _letter(kind)
+        letter = letter_of(kind)
         add(f"selp.{kind}", letter, letter * 2 + "p", lambda a, b, p: np.where(p, a, b))
-    for kinds, name in (("b16 b32 b64", "shl"), ("u16 s16 u32 s32 u64 s64", "shr")):
-        for kind in kinds.split():
-            add(f"{name}.{kind}", _letter(kind), _letter(kind) + "w", shift(name, kind))
-    add("shf.r.wrap.b32", "w", "www", funnel(left=False))
-    add("shf.l.wrap.b32", "w", "www", funnel(left=True))
+        if kind[0] == "b":
+            add(f"shl.{kind}", letter, letter + "w", shift(np.left_shift, kind))
+    for kind in INTEGERS:
+        add(f"shr.{kind}", letter_of(kind), letter_of(kind) + "w", shift(np.right_shift, kind))
+    add("shf.r.wrap.b32", "w", "www", funnel(operator.rshift))
+    add("shf.l.wrap.b32", "w", "www", funnel(lambda both, by: both << by >> 32))
     add("prmt.b32", "w", "www", permuted)
     add("popc.b32", "w", "w", lambda x: np.bitwise_count(x).astype(np.uint32))
     add("bfe.u32", "w", "www", bit_field)
-    add("cvt.rn.f16.f32", "h", "w", lambda x: rounded(x, "f16"))
-    add("cvt.rn.bf16.f32", "h", "w", lambda x: rounded(x, "bf16"))
-    add("cvt.rn.bf16x2.f32", "w", "ww", both_rounded)
-    add("cvt.rn.f32.s32", "w", "w", lambda x: bits32(signed(x).astype(np.float32)))
-    add("cvt.rn.f32.u32", "w", "w", lambda x: bits32(x.astype(np.float32)))
-    add("cvt.rzi.s32.f32", "w", "w", truncated)
+    add("cvt.rn.bf16x2.f32", "w", "ww", lambda a, b: joined(to_bf16(b), to_bf16(a), np.uint32))
+    add("cvt.rn.f32.s32", "w", "w", on(np.asarray, "s32", "f32"))
+    add("cvt.rn.f32.u32", "w", "w", on(np.asarray, "u32", "f32"))
+    add("cvt.rzi.s32.f32", "w", "w", on(truncated, "f32", "s32"))
     # Generic and global addresses are the same.
     add("cvta.to.global.u64 cvta.global.u64", "d", "d", np.asarray)
     return out

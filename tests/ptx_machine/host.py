@@ -8,7 +8,7 @@ machine runs launches one after the other.
 """
 
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from .parser import PtxError
 
@@ -26,8 +26,7 @@ KIND = re.compile(r"store i32 (\d+), ptr %\d+, align 4$")  # of a parameter; 0 i
 RETURN = re.compile(r"ret (?:void|i32 %\d+)$")
 
 
-@dataclass(frozen=True)
-class HostCode:
+class HostCode(NamedTuple):
     """The one launch in a host function."""
 
     grid: tuple[int, int, int]  # CTAs

@@ -6,10 +6,11 @@ from collections.abc import Callable
 import numpy as np
 
 from . import arithmetic, undefined, warps
-from .arithmetic import KINDS, TYPES
 from .memory import Buffer
 from .parser import (
+    KINDS,
     SHARED_VARIABLE,
+    TYPES,
     Address,
     Instruction,
     Operand,

@@ -5,48 +5,46 @@ A module has one kernel and no functions, scopes or initialized data, as Mosaic 
 
 import re
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+# Raw bits by the letter of an operand: p predicate, h 16, w 32, d 64.
+TYPES = {"p": np.bool_, "h": np.uint16, "w": np.uint32, "d": np.uint64}
+KINDS = {"pred": "p", "b16": "h", "b32": "w", "b64": "d"}
+BITS = {"p": 1, "h": 16, "w": 32, "d": 64}
+WIDER = {"h": "w", "w": "d"}
 
 
 class PtxError(Exception):
     """The program has something unknown, or does something that is not allowed."""
 
 
-@dataclass(frozen=True)
-class Register:
+class Register(NamedTuple):
     name: str  # with its %
 
 
-@dataclass(frozen=True)
-class Immediate:
+class Immediate(NamedTuple):
     value: int  # the bits, or a signed number
 
 
-@dataclass(frozen=True)
-class Address:
+class Address(NamedTuple):
     base: str  # a register, a parameter or a shared variable
     offset: int
 
 
-@dataclass(frozen=True)
-class Vector:
+class Vector(NamedTuple):
     items: tuple["Operand", ...]  # {a, b}; also a|b, the two results of one instruction
 
 
-@dataclass(frozen=True)
-class Symbol:
-    name: str  # a label or a shared variable
+class Symbol(NamedTuple):
+    name: str  # a label, a shared variable, or _: a result that is not used
 
 
-@dataclass(frozen=True)
-class Sink:
-    """_: a result that is not used."""
+Operand = Register | Immediate | Address | Vector | Symbol
 
 
-Operand = Register | Immediate | Address | Vector | Symbol | Sink
-
-
-@dataclass(frozen=True)
-class Instruction:
+class Instruction(NamedTuple):
     """One line of a program; `opcode` with all its modifiers."""
 
     line: int
@@ -144,12 +142,9 @@ def _split(rest: str) -> list[str]:
 
 
 def _operand(text: str, line: int) -> Operand:
-    if text == "_":
-        return Sink()
-    if text.startswith("{") and text.endswith("}"):
-        return Vector(tuple(_operand(part.strip(), line) for part in text[1:-1].split(",")))
-    if "|" in text:
-        return Vector(tuple(_operand(part.strip(), line) for part in text.split("|")))
+    if "|" in text or (text.startswith("{") and text.endswith("}")):
+        parts = re.split(r"[,|]", text.strip("{}"))
+        return Vector(tuple(_operand(part.strip(), line) for part in parts))
     if ATOM.match(text):
         return Register(text)
     if found := FLOAT.match(text):

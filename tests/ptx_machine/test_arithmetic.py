@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from .arithmetic import OPERATIONS, Hardware, fma
+from .parser import BITS, TYPES
 from .programs import words
 
 
@@ -93,87 +94,90 @@ def test_maxima_and_comparisons():
             assert operate("setp.ne.f32", words(x), words(y))[0] == (x != y and not unordered)
             assert operate("setp.neu.f32", words(x), words(y))[0] == (x != y)
             assert operate("setp.nan.f32", words(x), words(y))[0] == unordered
-    pair = operate("max.NaN.bf16x2", np.uint32(0x3F80FFC0), np.uint32(0xBF803F80))
-    assert pair[0] == 0x3F807FFF
 
 
-@pytest.mark.parametrize(
-    ("opcode", "sources", "result"),
-    [
-        ("shl.b32", (np.uint32(3), np.uint32(31)), 0x80000000),
-        ("shl.b32", (np.uint32(3), np.uint32(32)), 0),
-        ("shr.s32", (np.uint32(0x80000000), np.uint32(40)), 0xFFFFFFFF),
-        ("shr.u32", (np.uint32(0x80000000), np.uint32(31)), 1),
-        ("shf.r.wrap.b32", (np.uint32(0xABCD1234), np.uint32(0x56), np.uint32(8)), 0x56ABCD12),
-        ("shf.r.wrap.b32", (np.uint32(0xABCD1234), np.uint32(0x56), np.uint32(32)), 0xABCD1234),
-        ("shf.l.wrap.b32", (np.uint32(0xABCD1234), np.uint32(0x56), np.uint32(8)), 0x56AB),
-        ("shf.l.wrap.b32", (np.uint32(0xABCD1234), np.uint32(0x56), np.uint32(33)), 0xAD),
-        ("bfe.u32", (np.uint32(0xABCD1234), np.uint32(8), np.uint32(12)), 0xD12),
-        ("mul.wide.s32", (np.uint32(2**32 - 2), np.uint32(3)), 2**64 - 6),
-        ("mul.wide.u32", (np.uint32(2**32 - 2), np.uint32(3)), 3 * (2**32 - 2)),
-        ("mul.lo.s32", (np.uint32(2**31), np.uint32(3)), 2**31),
-        ("mul.lo.s16", (np.uint16(430), np.uint16(500)), 430 * 500 % 2**16),
-        ("mul.lo.u64", (np.uint64(2**63 + 5), np.uint64(2)), 10),
-        ("mul.hi.u32", (np.uint32(2**32 - 1), np.uint32(2**31 + 1)), 2**31),
-        ("mul.hi.s32", (np.uint32(2**32 - 1), np.uint32(3)), 2**32 - 1),
-        ("mul.hi.u16", (np.uint16(430), np.uint16(500)), 430 * 500 >> 16),
-        ("mul.hi.s16", (np.uint16(2**16 - 430), np.uint16(500)), (-430 * 500 >> 16) % 2**16),
-        ("mul.hi.u64", (np.uint64(2**64 - 1), np.uint64(2**64 - 1)), 2**64 - 2),
-        ("mul.hi.s64", (np.uint64(2**64 - 1), np.uint64(2)), 2**64 - 1),
-        ("mul.wide.s16", (np.uint16(2**16 - 2), np.uint16(3)), 2**32 - 6),
-        ("mad.lo.s64", (np.uint64(2**64 - 3), np.uint64(4), np.uint64(5)), 2**64 - 7),
-        ("mad.lo.u32", (np.uint32(2**31), np.uint32(3), np.uint32(2**31)), 0),
-        ("mad.hi.u32", (np.uint32(2**31), np.uint32(4), np.uint32(7)), 9),
-        ("mad.wide.s32", (np.uint32(2**32 - 2), np.uint32(3), np.uint64(7)), 1),
-        ("mad.wide.u16", (np.uint16(65535), np.uint16(2), np.uint32(1)), 131071),
-        ("cvt.u16.u64", (np.uint64(2**40 + 3 * 2**16 + 9),), 9),
-        ("cvt.u16.s64", (np.uint64(2**64 - 2),), 2**16 - 2),
-        ("cvt.s64.s16", (np.uint16(2**16 - 2),), 2**64 - 2),
-        ("cvt.u64.u16", (np.uint16(2**16 - 2),), 2**16 - 2),
-        ("cvt.u32.s16", (np.uint16(2**15),), 2**32 - 2**15),
-        ("add.u64", (np.uint64(2**64 - 1), np.uint64(2)), 1),
-        ("setp.gt.u16", (np.uint16(0x8000), np.uint16(1)), True),
-        ("setp.num.f32", (words(1.0), words(np.nan)), False),
-        ("shr.u16", (np.uint16(0x8000), np.uint32(8)), 0x80),
-        ("max.s32", (np.uint32(2**32 - 1), np.uint32(5)), 5),
-        ("min.u32", (np.uint32(2**32 - 1), np.uint32(5)), 5),
-        ("neg.f32", (words(-0.0),), 0),
-        ("neg.s32", (np.uint32(1),), 2**32 - 1),
-        ("cvt.f32.bf16", (np.uint16(0xC040),), 0xC0400000),
-        ("cvt.f32.f16", (np.uint16(0x0001),), int(words(2.0**-24))),
-        ("cvt.f32.f16", (np.uint16(0xFE01),), 0x7FFFFFFF),
-        ("cvt.rn.f16.f32", (words(1 + 2.0**-11),), 0x3C00),  # a tie goes to the even one
-        ("cvt.rn.f16.f32", (words(65520.0),), 0x7C00),
-        ("cvt.rn.f16.f32", (words(np.nan),), 0x7FFF),
-        ("cvt.rn.bf16.f32", (words(1 + 3 * 2.0**-8),), 0x3F82),
-        ("cvt.rn.bf16x2.f32", (words(1 + 2.0**-8), words(1 + 3 * 2.0**-8)), 0x3F803F82),
-        ("cvt.rn.bf16x2.f32", (words(-3.4e38), words(np.nan)), 0xFF807FFF),
-        ("setp.lt.s16", (np.uint16(0x8000), np.uint16(1)), True),
-        ("cvt.rn.f32.s32", (np.uint32(2**32 - 16777217),), int(words(-16777216.0))),
-        ("cvt.rn.f32.u32", (np.uint32(2**32 - 129),), int(words(2.0**32 - 256))),
-        ("cvt.rn.f32.u32", (np.uint32(2**24 + 1),), int(words(2.0**24))),
-        ("cvt.rzi.s32.f32", (words(-1.9),), 2**32 - 1),
-        ("cvt.rzi.s32.f32", (words(3e9),), 2**31 - 1),
-        ("cvt.rzi.s32.f32", (words(np.nan),), 0),
-        ("add.f32", (words(1e-40), words(1e-40)), int(words(np.float32(1e-40) * 2))),
-        ("sub.f32", (words(np.inf), words(np.inf)), 0x7FFFFFFF),
-        ("sub.rn.f32.bf16", (np.uint16(0x4040), words(1.0)), int(words(2.0))),
-        ("sub.f32x2", (np.uint64(0x40400000_3F800000), np.uint64(0x3F800000_3F800000)), 2**62),
-        ("prmt.b32", (np.uint32(0x33221180), np.uint32(0x77665544), np.uint32(0x7058)), 0x778055FF),
-        ("prmt.b32", (np.uint32(0x33221180), np.uint32(0x776655C4), np.uint32(0x9CD8)), 0x00FF00FF),
-        # Halves: 1.0 > -1.0, and NaN is above nothing; -0.0 >= 0.0, 1.0 < 1.0078125.
-        ("set.gt.bf16x2.bf16x2", (np.uint32(0x3F807FC0), np.uint32(0xBF803F80)), 0x3F800000),
-        ("set.ge.bf16x2.bf16x2", (np.uint32(0x80003F80), np.uint32(0x00003F81)), 0x3F800000),
-        ("set.gt.f16x2.f16x2", (np.uint32(0x3C003C01), np.uint32(0x3C003C00)), 0x00003C00),
-        ("set.ge.f16x2.f16x2", (np.uint32(0x3C007E00), np.uint32(0x3C007E00)), 0x3C000000),
-        # 3 + 4; 256 + 1 is a tie, which goes to the even one.
-        ("add.rn.bf16x2", (np.uint32(0x40404380), np.uint32(0x40803F80)), 0x40E04380),
-        ("add.rn.f16x2", (np.uint32(0x3C007BFF), np.uint32(0x3C007BFF)), 0x40007C00),
-        ("fma.rn.f32x2", (np.uint64(0x3F800000_40400000),) * 3, 0x40000000_41400000),
+def f32(value):
+    return int(words(value))
+
+
+# By opcode: sources and the result, as raw bits; a negative number is a word's two's complement.
+RESULTS = {
+    "shl.b32": [(3, 31, 0x80000000), (3, 32, 0)],
+    "shr.s32": [(0x80000000, 40, -1)],
+    "shr.u32": [(0x80000000, 31, 1)],
+    "shr.u16": [(0x8000, 8, 0x80)],
+    "shf.r.wrap.b32": [(0xABCD1234, 0x56, 8, 0x56ABCD12), (0xABCD1234, 0x56, 32, 0xABCD1234)],
+    "shf.l.wrap.b32": [(0xABCD1234, 0x56, 8, 0x56AB), (0xABCD1234, 0x56, 33, 0xAD)],
+    "bfe.u32": [(0xABCD1234, 8, 12, 0xD12)],
+    "mul.wide.s32": [(-2, 3, -6)],
+    "mul.wide.u32": [(2**32 - 2, 3, 3 * (2**32 - 2))],
+    "mul.wide.s16": [(-2, 3, -6)],
+    "mul.lo.s32": [(2**31, 3, 2**31)],
+    "mul.lo.s16": [(430, 500, 430 * 500 % 2**16)],
+    "mul.lo.u64": [(2**63 + 5, 2, 10)],
+    "mul.hi.u32": [(2**32 - 1, 2**31 + 1, 2**31)],
+    "mul.hi.s32": [(-1, 3, -1)],
+    "mul.hi.u16": [(430, 500, 430 * 500 >> 16)],
+    "mul.hi.s16": [(-430, 500, -430 * 500 >> 16)],
+    "mad.lo.s64": [(-3, 4, 5, -7)],
+    "mad.lo.u32": [(2**31, 3, 2**31, 0)],
+    "mad.wide.s32": [(-2, 3, 7, 1)],
+    "mad.wide.u16": [(65535, 2, 1, 131071)],
+    "cvt.u16.u64": [(2**40 + 3 * 2**16 + 9, 9)],
+    "cvt.u16.s64": [(-2, 2**16 - 2)],
+    "cvt.s64.s16": [(-2, -2)],
+    "cvt.u64.u16": [(-2, 2**16 - 2)],
+    "cvt.u32.s16": [(2**15, -(2**15))],
+    "add.u64": [(2**64 - 1, 2, 1)],
+    "max.s32": [(-1, 5, 5)],
+    "min.u32": [(-1, 5, 5)],
+    "neg.f32": [(f32(-0.0), 0)],
+    "neg.s32": [(1, -1)],
+    "setp.gt.u16": [(0x8000, 1, True)],
+    "setp.lt.s16": [(0x8000, 1, True)],
+    "setp.num.f32": [(f32(1), f32(np.nan), False)],
+    "cvt.f32.bf16": [(0xC040, 0xC0400000)],
+    "cvt.f32.f16": [(0x0001, f32(2.0**-24)), (0xFE01, 0x7FFFFFFF)],
+    # A tie goes to the even one.
+    "cvt.rn.f16.f32": [(f32(1 + 2.0**-11), 0x3C00), (f32(65520), 0x7C00), (f32(np.nan), 0x7FFF)],
+    "cvt.rn.bf16.f32": [(f32(1 + 3 * 2.0**-8), 0x3F82)],
+    "cvt.rn.bf16x2.f32": [
+        (f32(1 + 2.0**-8), f32(1 + 3 * 2.0**-8), 0x3F803F82),
+        (f32(-3.4e38), f32(np.nan), 0xFF807FFF),
     ],
-)
-def test_operations(opcode, sources, result):
-    assert int(operate(opcode, *sources)[0]) == result
+    "cvt.rn.f32.s32": [(-16777217, f32(-16777216))],
+    "cvt.rn.f32.u32": [(2**32 - 129, f32(2.0**32 - 256)), (2**24 + 1, f32(2.0**24))],
+    "cvt.rzi.s32.f32": [(f32(-1.9), -1), (f32(3e9), 2**31 - 1), (f32(np.nan), 0)],
+    "add.f32": [(f32(1e-40), f32(1e-40), f32(np.float32(1e-40) * 2))],
+    "sub.f32": [(f32(np.inf), f32(np.inf), 0x7FFFFFFF)],
+    "add.rn.f32.bf16": [(0x4040, f32(1), f32(4))],
+    "sub.rn.f32.bf16": [(0x4040, f32(1), f32(2))],
+    "sub.f32x2": [(0x40400000_3F800000, 0x3F800000_3F800000, 2**62)],
+    "prmt.b32": [
+        (0x33221180, 0x77665544, 0x7058, 0x778055FF), (0x33221180, 0x776655C4, 0x9CD8, 0x00FF00FF),
+    ],
+    # Halves: 1.0 > -1.0, and NaN is above nothing; -0.0 >= 0.0, 1.0 < 1.0078125.
+    "set.gt.bf16x2.bf16x2": [(0x3F807FC0, 0xBF803F80, 0x3F800000)],
+    "set.ge.bf16x2.bf16x2": [(0x80003F80, 0x00003F81, 0x3F800000)],
+    "set.gt.f16x2.f16x2": [(0x3C003C01, 0x3C003C00, 0x00003C00)],
+    "set.ge.f16x2.f16x2": [(0x3C007E00, 0x3C007E00, 0x3C000000)],
+    # 3 + 4; 256 + 1 is a tie, which goes to the even one.
+    "add.rn.bf16x2": [(0x40404380, 0x40803F80, 0x40E04380)],
+    "add.rn.f16x2": [(0x3C007BFF, 0x3C007BFF, 0x40007C00)],
+    "fma.rn.f32x2": [(*[0x3F800000_40400000] * 3, 0x40000000_41400000)],
+    "max.NaN.bf16x2": [(0x3F80FFC0, 0xBF803F80, 0x3F807FFF)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("opcode", RESULTS)
+def test_operations(opcode):
+    for *sources, result in RESULTS[opcode]:
+        letters = OPERATIONS[opcode].sources + OPERATIONS[opcode].results
+        *given, expected = (
+            np.array(x % 2 ** BITS[letter], np.uint64).astype(TYPES[letter])
+            for x, letter in zip((*sources, result), letters, strict=True)
+        )
+        assert operate(opcode, *given)[0] == expected
 
 
 @pytest.mark.parametrize(

@@ -1,22 +1,24 @@
 """The threads of some CTAs of a launch: their registers, shared memory, and which of them run."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
 from . import undefined
-from .arithmetic import BITS, KINDS, TYPES, Hardware, halves, joined
+from .arithmetic import Hardware, halves, joined
 from .memory import Buffer, stamp
 from .parser import (
+    BITS,
+    KINDS,
     SHARED_VARIABLE,
+    TYPES,
     Immediate,
     Operand,
     Program,
     PtxError,
     Register,
-    Sink,
     Symbol,
     Vector,
 )  # fmt: skip
@@ -32,8 +34,7 @@ Get = Callable[[], Bits]
 Put = Callable[..., None]  # of a value, and of its undefined bits if there are any
 
 
-@dataclass(frozen=True)
-class Launch:
+class Launch(NamedTuple):
     """The host's part of a launch."""
 
     grid: tuple[int, int, int]
@@ -188,15 +189,14 @@ class Threads:
 
     def destination(self, operand: Operand, letter: str) -> Put:
         """How a result of this kind is written in the running threads."""
-        if isinstance(operand, Sink):
+        if operand == Symbol("_"):
             return lambda value, bits=None: None
         if isinstance(operand, Vector) and len(operand.items) == 2 and letter in HALVES:
             parts = [self.destination(x, HALVES[letter]) for x in operand.items]
 
             def put(value: np.ndarray, bits: np.ndarray | None = None) -> None:
-                narrow = TYPES[HALVES[letter]]
-                missing = (None, None) if bits is None else halves(bits, narrow)
-                for part, half, lost in zip(parts, halves(value, narrow), missing, strict=True):
+                missing = (None, None) if bits is None else halves(bits).T
+                for part, half, lost in zip(parts, halves(value).T, missing, strict=True):
                     part(half, lost)
 
             return put

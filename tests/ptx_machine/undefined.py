@@ -12,8 +12,7 @@ from functools import reduce
 
 import numpy as np
 
-from .arithmetic import TYPES
-from .parser import Address, Operand, Program, Register, Vector
+from .parser import TYPES, Address, Operand, Program, Register, Vector
 
 UNSIGNED = re.compile(r"cvt\.[us]\d+\.u\d+$")  # bits are moved, and zeros come above them
 

@@ -26,19 +26,11 @@ def as_if_for(
 @contextmanager
 def executed_ptx() -> Iterator[Callable[[], bool]]:
     """The GPU's kernels are executed as PTX; yields whether one was since it was last called."""
-    from pallas_kernels.backends.mosaic_gpu import (
-        count_larger,
-        draw,
-        finish_kernel,
-        groups_kernel,
-    )
-    from pallas_kernels.backends.mosaic_gpu.changes import biased_groups
     from tests.pallas_kernels.mosaic_gpu.ptx import kernels
 
     together = kernels.Conditions("together", lambda ctas: [list(range(ctas))])
     stand = kernels.Stand(together, kernels.Compiler())
-    modules = (biased_groups, groups_kernel, finish_kernel, draw, count_larger)
-    with kernels.executed(stand, modules):
+    with kernels.executed(stand):
         yield partial(_seen, stand.runs)
 
 

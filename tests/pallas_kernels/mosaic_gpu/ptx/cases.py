@@ -5,22 +5,14 @@ and programs; NaN of both signs, infinities, few finite logits, subnormal and hu
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.backends.mosaic_gpu import (
-    cluster_kernel,
-    finish_kernel,
-    groups_kernel,
-)
 from pallas_kernels.backends.mosaic_gpu import rows as run
-from pallas_kernels.backends.mosaic_gpu.changes import biased_groups
 from pallas_kernels.backends.mosaic_gpu.schedule import Schedule, choose_schedule
 from pallas_kernels.contract.changes import Changes
 from pallas_kernels.contract.rows import Outputs, Rows
@@ -32,8 +24,7 @@ from tests.support.changed_logits import ALL, as_changes, bits_of, changes_of
 INF, NAN = np.inf, np.nan
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """One call; `check(result)` raises AssertionError where it is wrong."""
 
     name: str
@@ -42,12 +33,6 @@ class Case:
     rows: int  # target rows
     call: Callable[[], Any]
     check: Callable[[Any], None]
-    modules: tuple[ModuleType, ...] = (
-        groups_kernel,
-        biased_groups,
-        finish_kernel,
-        cluster_kernel,
-    )  # which make its kernels
 
 
 def matches(expected: oracle.Expected) -> Callable[[Any], None]:

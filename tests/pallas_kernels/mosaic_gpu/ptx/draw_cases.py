@@ -11,14 +11,7 @@ import numpy as np
 
 from pallas_kernels.backends import read
 from pallas_kernels.backends.groups import ListedRows
-from pallas_kernels.backends.mosaic_gpu import (
-    cluster_kernel,
-    count_larger,
-    draw,
-    finish_kernel,
-    groups,
-    groups_kernel,
-)
+from pallas_kernels.backends.mosaic_gpu import count_larger, draw, groups
 from pallas_kernels.backends.mosaic_gpu.schedule import Schedule
 from pallas_kernels.contract.changes import Changes, apply, prepared
 from pallas_kernels.numbers.random_draws import gumbel_noise, threefry_word
@@ -114,7 +107,7 @@ def draws(name: str, schedule: Schedule, most: int, names: tuple[str, ...] = ())
         drawn_tokens.check_drawn(found, x, decided, INVERSE)
         assert (found.token_ids[-2:] // 256).tolist() == [1, 1]  # the lower of equal groups
 
-    return Case(name, schedule, 0, len(slots), call, check, (draw,))
+    return Case(name, schedule, 0, len(slots), call, check)
 
 
 def ranks(name: str, schedule: Schedule, names: tuple[str, ...] = ()) -> Case:
@@ -136,7 +129,7 @@ def ranks(name: str, schedule: Schedule, names: tuple[str, ...] = ()) -> Case:
     def check(found: Any) -> None:
         np.testing.assert_array_equal(found, expected)
 
-    return Case(name, schedule, 0, len(x), call, check, (count_larger,))
+    return Case(name, schedule, 0, len(x), call, check)
 
 
 def candidates(name: str, schedule: Schedule, k: int) -> Case:
@@ -211,8 +204,7 @@ def verification(name: str, names: tuple[str, ...] = ()) -> Case:
         assert len(set(np.asarray(found[1]).tolist())) > 1
 
     schedule = fixed(vocabulary, "float32")
-    modules = draw, count_larger, groups_kernel, finish_kernel, cluster_kernel
-    return Case(name, schedule, 2, logits[..., 0].size, call, check, modules)
+    return Case(name, schedule, 2, logits[..., 0].size, call, check)
 
 
 def draw_mutant_case() -> Case:

@@ -9,7 +9,6 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from tests.pallas_kernels.mosaic_gpu.ptx import kernels
@@ -74,16 +73,15 @@ def report(
     bits = kernels.bits_of(case, stand)
     originals = {run.kernel.name: run.kernel for run in stand.runs}
     usual = max(run.counts.instructions for run in stand.runs)
-    limited = replace(
-        conditions, hardware=replace(conditions.hardware, max_instructions=10 * usual)
-    )
+    hardware = conditions.hardware._replace(max_instructions=10 * usual)
+    limited = conditions._replace(hardware=hardware)
     wrong = 0
     for kind in CHANGES:
         pool = [(kernel, *m) for kernel in originals.values() for m in mutants(kernel.ptx, kind)]
         some = min(len(pool), max(1, number // len(CHANGES)))
         hows: Counter[str] = Counter()
         for kernel, line, text in random.Random(seed).sample(pool, some):
-            changed = replace(kernel, ptx=text, program=parse(text))
+            changed = kernel._replace(ptx=text, program=parse(text))
             how = noticed(case, originals, changed, limited, bits) or "missed"
             hows[how] += 1
             if how == "missed":

@@ -18,10 +18,9 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import jax
 import numpy as np
 
-from pallas_kernels.testing import chips, compile_target
+from pallas_kernels.testing import chips
 from tests.pallas_kernels.mosaic_gpu.ptx import (
     bits_cases,
     cases,
@@ -117,7 +116,7 @@ def main(arguments: list[str] | None = None) -> int:
         return min(run_all(every, options.only, on_gpu), 1)
     gc.freeze()  # jax has made many objects, and they stay
     compiler = kernels.Compiler(options.chip)
-    wrong = alignment(compiler.device)
+    wrong = kernels.report_alignment(compiler.device)
     wrong += run_all(every, options.only, partial(judge, compiler=compiler, often=options.often))
     other = kernels.others_in_program(compiler)
     print(f"kernels that are others in a whole program than alone: {other or 'none'}")
@@ -127,14 +126,6 @@ def main(arguments: list[str] | None = None) -> int:
         for case in (make() for make in MUTANTS):
             wrong += mutants.report(case, compiler, EXACT[0], each, options.seed)
     return min(wrong, 1)
-
-
-def alignment(device: compile_target.CompileTarget) -> int:
-    """`kernels.report_alignment`; from jax 0.11 on XLA may dump no LLVM IR to read it in."""
-    if jax.__version_info__ >= (0, 11) and not kernels.promised(device):
-        print("XLA dumps no LLVM IR here: how it aligns buffers is known by jax 0.10 alone")
-        return 0
-    return kernels.report_alignment(device)
 
 
 def on_gpu(case: Case) -> str | None:

@@ -9,12 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.backends.groups import FEW, WIDTH, RowPart, inverse_temperature
-from pallas_kernels.backends.mosaic_gpu import (
-    cluster_kernel,
-    finish_kernel,
-    groups_kernel,
-)
 from pallas_kernels.backends.mosaic_gpu import groups as sampled
+from pallas_kernels.backends.mosaic_gpu import groups_kernel
 from pallas_kernels.backends.mosaic_gpu.schedule import Schedule
 from pallas_kernels.backends.xla import groups as xla
 from pallas_kernels.contract.changes import Changes, apply, prepared
@@ -22,7 +18,6 @@ from pallas_kernels.testing import draws, oracle
 from tests.pallas_kernels.mosaic_gpu.ptx.cases import TEMPERATURES, Case, edge_rows
 from tests.support.changed_logits import as_changes, bits_of, changes_of
 
-MODULES = (groups_kernel, finish_kernel)
 # Rounding: exponentials of 2**-22, the scale and its product with a difference, 8 additions; with
 # the largest errors that the PTX ISA allows. A difference of d is exp(-d) of the sum.
 ERROR = 2e-6
@@ -80,7 +75,7 @@ def read(name: str, schedule: Schedule, k: int, raw: bool = False, rows: int | N
                 top.logits[row, : len(ids)], x[row].astype(np.float32)[ids]
             )
 
-    return Case(name, schedule, k, len(x), call, check, MODULES)
+    return Case(name, schedule, k, len(x), call, check)
 
 
 def _known(x: np.ndarray, groups: Any) -> Any:
@@ -131,7 +126,7 @@ def same_bits(name: str) -> Case:
             np.testing.assert_array_equal(a[:, -b.shape[1] :], b)
         check_sums(sampled.GroupSums(*found[0][:2]), found[0][2], tokens, np.float32([1, 0.7, 0.7]))
 
-    return Case(name, fixed(width, "bfloat16"), 0, 3, call, check, (groups_kernel,))
+    return Case(name, fixed(width, "bfloat16"), 0, 3, call, check)
 
 
 def split_columns(name: str) -> Case:
@@ -158,8 +153,7 @@ def split_columns(name: str) -> Case:
             np.testing.assert_array_equal(mine[valid, :FEW], other[valid, :FEW])
         assert (np.asarray(found.top_ids)[valid] >= 0).any()
 
-    modules = groups_kernel, finish_kernel, cluster_kernel
-    return Case(name, fixed(4400, "float32"), 64, len(x), call, check, modules)
+    return Case(name, fixed(4400, "float32"), 64, len(x), call, check)
 
 
 def changed(name: str, schedule: Schedule, names: tuple[str, ...], k: int, needs: int = 0) -> Case:
@@ -211,7 +205,7 @@ def changed(name: str, schedule: Schedule, names: tuple[str, ...], k: int, needs
         assert valid > count // 2
         assert (np.asarray(mine[0][2])[:, 0] >= 0).sum() == (valid if needs or k > 0 else 0)
 
-    return Case(name, schedule, max(k, 0), count, call, check, MODULES)
+    return Case(name, schedule, max(k, 0), count, call, check)
 
 
 def _told(x: np.ndarray, k: int, read: Any) -> Any:
