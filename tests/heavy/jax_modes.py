@@ -10,7 +10,6 @@ their arrays have 64 bits, which the doors refuse by name, or may not be made fr
 """
 
 import os
-import subprocess
 import sys
 import traceback
 
@@ -18,7 +17,8 @@ import jax
 import numpy as np
 
 from tests.support.door_calls import door_calls
-from tests.support.jax_modes import MODES, VARIABLES
+from tests.support.jax_modes import MODES
+from tests.support.processes import ended
 
 PAGES = "docs/api/pallas_kernels.md", "docs/api/sampling.md"
 WITHOUT_PAGES = "debug_nans", "debug_infs", "x64", "transfer_guard"
@@ -48,6 +48,7 @@ print(sorted(texts.items()))
 def failures_of_calls(mode):
     """The calls that raise in a mode, or give something else than without it."""
     calls, failures = door_calls(), []
+    context, setting, _ = MODES[mode]
     expected = {name: jax.tree.leaves(call()) for name, call in calls.items()}
     for name, call in calls.items():
         if mode == GUARDED and name.endswith("grad"):
@@ -58,7 +59,7 @@ def failures_of_calls(mode):
                 continue
             jax.clear_caches()
             try:
-                with MODES[mode]():
+                with context(setting):
                     results = jax.tree.leaves(jax.jit(call)() if traced else call())
                     jax.block_until_ready(results)
                 for result, value in zip(results, expected[name], strict=True):
@@ -72,17 +73,16 @@ def failures_of_calls(mode):
 
 def output_of(arguments, variables):
     """What a process prints; its errors where it fails."""
-    ended = subprocess.run(
-        [sys.executable, *arguments], env=os.environ | variables, capture_output=True, text=True
-    )
-    return ended.stdout if ended.returncode == 0 else f"status {ended.returncode}: {ended.stderr}"
+    done = ended(*arguments, env=os.environ | variables)
+    return done.stdout if done.returncode == 0 else f"status {done.returncode}: {done.stderr}"
 
 
 def main():
     expected, failed = output_of(["-c", ENGINE], {}), []
     for mode in sys.argv[1:] or MODES:
         failures = failures_of_calls(mode)
-        name, value = VARIABLES[mode]
+        _, value, name = MODES[mode]
+        value = "1" if value is True else value
         text = output_of(["-c", ENGINE], {name: value})
         if text != expected:
             failures.append(f"an engine with {name}={value}: {text[-2000:]}")

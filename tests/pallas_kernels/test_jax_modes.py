@@ -62,10 +62,11 @@ IN_MODES = (
 def test_debug_modes_change_no_result(mode, calls):
     if mode == "checking_leaks":  # what was traced before leaks nothing
         jax.clear_caches()
+    context, value, _ = MODES[mode]
     for name in QUICK.get(mode, IN_MODES):
         expected = jax.tree.leaves(calls[name]())
-        with MODES[mode]():
+        with context(value):
             results = jax.tree.leaves(jax.block_until_ready(calls[name]()))
-        for result, value in zip(results, expected, strict=True):
-            assert result.dtype == value.dtype, name
-            np.testing.assert_allclose(result, value, rtol=1e-5, atol=1e-6, err_msg=name)
+        for result, right in zip(results, expected, strict=True):
+            assert result.dtype == right.dtype, name
+            np.testing.assert_allclose(result, right, rtol=1e-5, atol=1e-6, err_msg=name)

@@ -16,6 +16,7 @@ import pallas_kernels as kernels
 from pallas_kernels import sampling
 from pallas_kernels.sampling import CompactQ, DenseQ, Drafts, Sampling
 from tests.support import shape_checks
+from tests.support.door_calls import calls_of
 from tests.support.wrong_arguments import complaint, wrong_arrays
 
 V = 40
@@ -30,131 +31,7 @@ def _as_users_run(monkeypatch):
 @functools.cache
 def right():
     """Right arguments of each function, by its name."""
-    rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.normal(size=(6, V)), jnp.float32)
-    by_slot, ids = x.reshape(2, 3, V), jnp.asarray(rng.integers(0, V, 6), jnp.int32)
-    by_position, column, ones = ids.reshape(2, 3), ids[:, None], jnp.ones((6, 1))
-    slots = Sampling.of(2, temperature=0.8, seed=np.array([1, 2]))
-    rows = Sampling.of(6, temperature=0.8, top_k=5)
-    positions, num = jnp.array([3, 4], jnp.int32), jnp.array([2, 1], jnp.int32)
-    allowed = jnp.full((6, -(-V // 32)), -1, jnp.int32)
-    changes = {"allowed": allowed, "bias_token_ids": column, "bias": ones}
-    by_slot_changes = {name: x.reshape(2, 3, -1) for name, x in changes.items()}
-    log_q = jax.nn.log_softmax(jnp.asarray(rng.normal(size=(2, 2, V)), jnp.float32))
-    rows_of_q = jnp.array([[0, 1], [2, 3]], jnp.int32)
-    dense = Drafts(by_position[:, :2], num, DenseQ(log_q))
-    flat_q = dense._replace(q=DenseQ(log_q.reshape(4, V), rows_of_q))
-    first = sampling.draw(by_slot[:, :1], slots, positions)
-    compact = Drafts.joined([first, first], num)
-    cut = sampling.truncation(x, rows)
-    kept = sampling.kept_sets(x, jnp.arange(6, dtype=jnp.int32), 6, cut)
-    tokens, few = kept.token_ids[:, 0], jnp.maximum(kept.token_ids, 0)[:, :4]
-    read = sampling.verify(by_slot, dense, slots, positions, k=3)
-    hidden, head = (jnp.asarray(rng.normal(size=(n, 8)), jnp.float32) for n in (6, V))
-    few = jnp.where(few == few[:, :1], -1, few).at[:, 0].set(few[:, 0])  # none twice
-    teacher = jnp.full(few.shape, -3.0, jnp.float32)
-    t, row_ids = jnp.full(6, 0.8, jnp.float32), jnp.arange(6, dtype=jnp.int32)
-    of_rows = {"row_ids": row_ids, "num_rows": jnp.int32(6), "temperatures": t,
-               "extra_token_ids": column}  # fmt: skip
-    extra = {"scaled": jnp.ones(2, bool), "extra_token_ids": by_position}
-    return {
-        "topk_logprobs": (
-            kernels.topk_logprobs, {"logits": x, "token_ids": ids, "k": 5, **of_rows, **changes}
-        ),
-        "greedy": (kernels.greedy, {"logits": x}),
-        "row_digests": (
-            kernels.row_digests, {"logits": x, "row_ids": row_ids, "num_rows": jnp.int32(6)}
-        ),
-        "equal_digests": (
-            kernels.equal_digests, {"a": kernels.row_digests(x), "b": kernels.row_digests(x)}
-        ),
-        "linear_topk_logprobs": (
-            kernels.linear_topk_logprobs,
-            {"hidden": hidden, "head": head, "token_ids": ids, "k": 5, **of_rows},
-        ),
-        "linear_kept_logprobs": (
-            kernels.linear_kept_logprobs,
-            {"hidden": hidden, "head": head, "token_ids": tokens, "kept_token_ids": few},
-        ),
-        "linear_support_kl": (
-            kernels.linear_support_kl,
-            {"hidden": hidden, "head": head, "support_ids": few, "support_logprobs": teacher,
-             "temperatures": t},
-        ),
-        "logprobs_tensors": (
-            kernels.logprobs_tensors,
-            {"logits": x, "token_ids": ids, "k": 5, "top_k_nums": ids % 5},
-        ),
-        "draw": (
-            sampling.draw,
-            {"draft_logits": by_slot[:, :1], "sampling": slots, "positions": positions},
-        ),
-        "draw, flat": (
-            sampling.draw,
-            {"draft_logits": x, "sampling": slots, "positions": positions,
-             "row_ids": jnp.array([1, 2], jnp.int32)},
-        ),
-        "verify": (
-            sampling.verify,
-            {"logits": by_slot, "drafts": dense, "sampling": slots, "positions": positions,
-             "k": 3, **by_slot_changes},
-        ),
-        "verify, flat": (
-            sampling.verify,
-            {"logits": x, "drafts": flat_q, "sampling": slots, "positions": positions,
-             "row_ids": row_ids.reshape(2, 3), **changes},
-        ),
-        "verify, drawn": (
-            sampling.verify,
-            {"logits": by_slot, "drafts": compact, "sampling": slots, "positions": positions},
-        ),
-        "emitted_logprobs": (
-            sampling.emitted_logprobs,
-            {"logits": by_slot, "verified": read, "token_ids": by_position, **extra},
-        ),
-        "logprobs_of_read": (
-            sampling.logprobs_of_read,
-            {"logits": by_slot, "token_ids": by_position, "read": read.read, **extra},
-        ),
-        "truncation": (sampling.truncation, {"logits": x, "sampling": rows}),
-        "kept_sets": (
-            sampling.kept_sets,
-            {"logits": x, "rows": row_ids, "num_rows": jnp.int32(6), "cut": cut, **changes},
-        ),
-        "kept_logprobs": (
-            sampling.kept_logprobs,
-            {"logits": x, "token_ids": tokens, "kept": kept, "temperatures": t,
-             "row_digests": kernels.row_digests(x)},
-        ),
-        "rollout_logprobs": (
-            sampling.rollout_logprobs,
-            {"logits": x, "token_ids": tokens, "kept": kept, "temperatures": t,
-             "row_digests": kernels.row_digests(x)},
-        ),
-        "check_kept": (sampling.check_kept, {"kept": kept, "vocab_size": V}),
-        "check_digests": (
-            sampling.check_digests,
-            {"digests": kernels.row_digests(x), "rollout_digests": kernels.row_digests(x)},
-        ),
-        "learner_logprobs": (
-            sampling.learner_logprobs,
-            {"hidden": hidden, "head": head, "token_ids": tokens, "kept": kept,
-             "temperatures": t},
-        ),
-        "row_ids_of": (sampling.row_ids_of, {"num_rows": num, "num_positions": 3}),
-        "Sampling.of": (
-            Sampling.of,
-            {"num_slots": 2, "temperature": np.ones(2, np.float32), "top_k": np.zeros(2, np.int32),
-             "top_p": np.ones(2, np.float32), "min_p": np.zeros(2, np.float32),
-             "seed": np.arange(2)},
-        ),
-        "Sampling.greedy": (Sampling.greedy, {"num_slots": 2}),
-        "Drafts.of_flat": (
-            Drafts.of_flat, {"token_ids": ids[:3], "num": num, "width": 2}
-        ),
-        "Drafts.none": (Drafts.none, {"num_slots": 2, "num_drafts": 2, "vocab_size": V}),
-        "Drafts.joined": (Drafts.joined, {"drawn": [first], "limit": num}),
-    }  # fmt: skip
+    return calls_of(V)[0]
 
 
 NUMBERS = ["3", 3.0, True, -1, None]

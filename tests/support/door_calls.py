@@ -1,4 +1,6 @@
-"""A call of every function of both doors of the kernels, of arrays that are on the device."""
+"""Right arguments and calls of every function of both doors, of arrays that are on the device."""
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -6,146 +8,178 @@ import numpy as np
 
 import pallas_kernels as kernels
 from pallas_kernels import sampling
+from pallas_kernels.sampling import DenseQ, Drafts, Sampling
 
 V, H = 300, 8  # more than one group of 256 tokens
 
 
 def door_calls():
-    """A function without arguments for each name; its results are finite numbers and ids.
+    """A function without arguments for each name; its results are finite numbers and ids."""
+    arguments, others = calls_of(V)
+    return {name: partial(call, **given) for name, (call, given) in arguments.items()} | others
+
+
+def calls_of(vocabulary):
+    """(function, its arguments) by name, and functions without arguments of further calls.
 
     A name is that of the door, or begins with it and says how it is called.
     """
     rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.normal(scale=3, size=(6, V)), jnp.float32)
-    by_slot = x.reshape(2, 3, V)
-    ids = jnp.asarray(rng.integers(0, V, 6), jnp.int32)
-    column, by_position = ids[:, None], ids.reshape(2, 3)
-    ones, all_rows = jnp.ones((6, 1), jnp.float32), jnp.arange(6, dtype=jnp.int32)
-    allowed = jnp.full((6, -(-V // 32)), -1, jnp.int32)
-    temperatures = jnp.full(6, 0.8, jnp.float32)
-    hidden, head = (jnp.asarray(rng.normal(size=(n, H)), jnp.float32) for n in (6, V))
-    slots = sampling.Sampling.of(
-        2,
-        temperature=np.array([0.8, 1.0]),
-        top_k=np.array([50, 0]),
-        top_p=np.array([0.9, 1.0]),
-        seed=np.array([1, 2]),
-    )
-    key = jax.random.key(0)
-    rows = sampling.Sampling.of(6, temperature=0.8, top_p=0.9)
-    greedy = sampling.Sampling.greedy(2)
-    positions, next_positions = jnp.array([3, 4], jnp.int32), jnp.array([4, 5], jnp.int32)
-    first, second = by_slot[:, :1], by_slot[:, 1:2]
-    num, lengths = jnp.array([2, 1], jnp.int32), jnp.array([3, 3], jnp.int32)
-    certain = sampling.Drafts(ids[:4].reshape(2, 2), num)
+    x = jnp.asarray(rng.normal(scale=3, size=(6, vocabulary)), jnp.float32)
+    by_slot = x.reshape(2, 3, vocabulary)
+    ids = jnp.asarray(rng.integers(0, vocabulary, 6), jnp.int32)
+    column, by_position, t = ids[:, None], ids.reshape(2, 3), jnp.full(6, 0.8, jnp.float32)
+    row_ids = jnp.arange(6, dtype=jnp.int32)
+    listed = {"row_ids": row_ids, "num_rows": jnp.int32(6)}
+    of_rows = listed | {"temperatures": t, "extra_token_ids": column}
+    changes = {"allowed": jnp.full((6, -(-vocabulary // 32)), -1, jnp.int32),
+               "bias_token_ids": column, "bias": jnp.ones((6, 1), jnp.float32)}  # fmt: skip
+    logits, row = {"logits": x, "token_ids": ids}, {"logits": x}
+    hidden, head = (jnp.asarray(rng.normal(size=(n, H)), jnp.float32) for n in (6, vocabulary))
+    product = {"hidden": hidden, "head": head}
+    slots = Sampling.of(2, temperature=np.array([0.8, 1]), top_k=np.array([50, 0]),
+                        top_p=np.array([0.9, 1]), seed=np.array([1, 2]))  # fmt: skip
+    rows, key = Sampling.of(6, temperature=0.8, top_p=0.9), jax.random.key(0)
+    positions, num = jnp.array([3, 4], jnp.int32), jnp.array([2, 1], jnp.int32)
+    of_slots = {"sampling": slots, "positions": positions}
+    certain = Drafts(ids[:4].reshape(2, 2), num)
     parts = [
-        sampling.draw(first, slots, positions),
-        sampling.draw(second, slots, next_positions),
+        sampling.draw(by_slot[:, :1], **of_slots),
+        sampling.draw(by_slot[:, 1:2], slots, positions + 1),
     ]
-    drawn = sampling.Drafts.joined(parts, num)
-    row_ids = sampling.row_ids_of(lengths, 3)
+    drawn = Drafts.joined(parts, num)
     log_q = jax.nn.log_softmax(by_slot[:, :2])
-    dense = certain._replace(q=sampling.DenseQ(log_q))
-    of_logits = certain._replace(q=sampling.DenseQ.of_logits(by_slot[:, :2], 0.9))
+    dense = certain._replace(q=DenseQ(log_q))
+    rows_of_q = jnp.arange(4, dtype=jnp.int32).reshape(2, 2)
+    flat_q = certain._replace(q=DenseQ(log_q.reshape(4, vocabulary), rows_of_q))
+    of_logits = certain._replace(q=DenseQ.of_logits(by_slot[:, :2], 0.9))
     cut = sampling.truncation(x, rows)
-    kept = sampling.kept_sets(x, all_rows, 6, cut)
-    token_ids, few = kept.token_ids[:, 0], jnp.maximum(kept.token_ids, 0)[:, :4]
-    read = sampling.verify(by_slot, drawn, slots, positions, k=3)
+    kept = sampling.kept_sets(x, row_ids, 6, cut)
+    tokens, few = kept.token_ids[:, 0], jnp.maximum(kept.token_ids, 0)[:, :4]
+    few = jnp.where(few == few[:, :1], -1, few).at[:, 0].set(few[:, 0])  # none twice
+    support = row_ids[:, None] + jnp.array([[1, 9]], jnp.int32)
+    verify = partial(sampling.verify, by_slot, **of_slots)
+    read = verify(drawn, k=3)
     digests = kernels.row_digests(x)
-    flat_ids, flat_num = ids[:3], jnp.array([1, 2], jnp.int32)
+    of_read = {"logits": by_slot, "token_ids": by_position, "scaled": jnp.ones(2, bool),
+               "extra_token_ids": by_position}  # fmt: skip
+    of_kept = {"logits": x, "token_ids": tokens, "kept": kept, "temperatures": t}
+    topk = partial(kernels.topk_logprobs, k=5)
+    rollout = partial(sampling.rollout_logprobs, token_ids=tokens)
 
-    def total(function):
-        return lambda x: function(x).sum()
+    def always(u, p, q):
+        return p >= 0
+
+    def gradient(function, x):
+        return lambda: jax.grad(lambda x: function(x).sum())(x)
 
     return {
-        "row_digests": lambda: kernels.row_digests(x),
-        "equal_digests": lambda: kernels.equal_digests(digests, digests),
-        "topk_logprobs": lambda: kernels.topk_logprobs(x, ids, 5),
-        "topk_logprobs, all options": lambda: kernels.topk_logprobs(
-            x, ids, 5, row_ids=all_rows, num_rows=6, temperatures=temperatures,
-            extra_token_ids=column, log_sum_exp=True, entropy=True, top_logits=True,
+        "topk_logprobs, all options": (
+            kernels.topk_logprobs,
+            {**logits, "k": 5, **of_rows, "log_sum_exp": True, "entropy": True, "top_logits": True},
         ),
-        "topk_logprobs, inclusive": lambda: kernels.topk_logprobs(
-            x, ids, 5, rank_ties="inclusive"
+        "topk_logprobs, changes": (kernels.topk_logprobs, {**logits, "k": 5, **changes}),
+        "greedy": (kernels.greedy, row),
+        "row_digests": (kernels.row_digests, {**row, **listed}),
+        "equal_digests": (kernels.equal_digests, {"a": digests, "b": digests}),
+        "linear_topk_logprobs": (
+            kernels.linear_topk_logprobs, {**product, "token_ids": ids, "k": 5, **of_rows}
         ),
-        "topk_logprobs, changes": lambda: kernels.topk_logprobs(
-            x, ids, 5, allowed=allowed, bias_token_ids=column, bias=ones
+        "linear_kept_logprobs": (
+            kernels.linear_kept_logprobs, {**product, "token_ids": tokens, "kept_token_ids": few}
         ),
-        "topk_logprobs, vmap": lambda: jax.vmap(
-            lambda x, ids: kernels.topk_logprobs(x, ids, 5)
-        )(by_slot, by_position),
-        "topk_logprobs, grad": lambda: jax.grad(
-            total(lambda x: kernels.topk_logprobs(x, ids, 5).logprobs)
-        )(x),
-        "greedy": lambda: kernels.greedy(x),
-        "linear_topk_logprobs": lambda: kernels.linear_topk_logprobs(hidden, head, ids, 5),
-        "linear_topk_logprobs, grad": lambda: jax.grad(
-            total(lambda h: kernels.linear_topk_logprobs(h, head, ids, 0).logprobs)
-        )(hidden),
-        "linear_support_kl": lambda: kernels.linear_support_kl(
-            hidden, head, all_rows[:, None] + jnp.array([[1, 9]], jnp.int32),
-            jnp.full((6, 2), -2.0, jnp.float32),
+        "linear_support_kl": (
+            kernels.linear_support_kl,
+            {**product, "support_ids": support, "temperatures": t,
+             "support_logprobs": jnp.full((6, 2), -2.0, jnp.float32)},
         ),
-        "linear_kept_logprobs": lambda: kernels.linear_kept_logprobs(
-            hidden, head, token_ids, few
+        "logprobs_tensors": (
+            kernels.logprobs_tensors, {**logits, "k": 5, "top_k_nums": ids % 5}
         ),
-        "logprobs_tensors": lambda: kernels.logprobs_tensors(x, ids, 5),
-        "logprobs_tensors, some columns": lambda: kernels.logprobs_tensors(
-            x, ids, 5, top_k_nums=all_rows
+        "draw": (sampling.draw, {"draft_logits": by_slot[:, :1], **of_slots}),
+        "draw, flat": (
+            sampling.draw, {"draft_logits": x, **of_slots, "row_ids": jnp.array([1, 2], jnp.int32)}
         ),
+        "verify": (
+            sampling.verify,
+            {"logits": by_slot, "drafts": dense, **of_slots, "k": 3}
+            | {name: part.reshape(2, 3, -1) for name, part in changes.items()},
+        ),
+        "verify, flat": (
+            sampling.verify,
+            {**row, "drafts": flat_q, **of_slots, "row_ids": row_ids.reshape(2, 3), **changes},
+        ),
+        "verify, drawn": (sampling.verify, {"logits": by_slot, "drafts": drawn, **of_slots}),
+        "emitted_logprobs": (sampling.emitted_logprobs, {"verified": read, **of_read}),
+        "logprobs_of_read": (sampling.logprobs_of_read, {"read": read.read, **of_read}),
+        "truncation": (sampling.truncation, {**row, "sampling": rows}),
+        "kept_sets": (
+            sampling.kept_sets,
+            {**row, "rows": row_ids, "num_rows": jnp.int32(6), "cut": cut, **changes},
+        ),
+        "kept_logprobs": (sampling.kept_logprobs, {**of_kept, "row_digests": digests}),
+        "rollout_logprobs": (sampling.rollout_logprobs, {**of_kept, "row_digests": digests}),
+        "check_kept": (sampling.check_kept, {"kept": kept, "vocab_size": vocabulary}),
+        "check_digests": (
+            sampling.check_digests, {"digests": digests, "rollout_digests": digests}
+        ),
+        "learner_logprobs": (
+            sampling.learner_logprobs,
+            {**product, "token_ids": tokens, "kept": kept, "temperatures": t},
+        ),
+        "row_ids_of": (sampling.row_ids_of, {"num_rows": num, "num_positions": 3}),
+        "Sampling.of": (
+            Sampling.of,
+            {"num_slots": 2, "temperature": np.ones(2, np.float32), "top_k": np.zeros(2, np.int32),
+             "top_p": np.ones(2, np.float32), "min_p": np.zeros(2, np.float32),
+             "seed": np.arange(2)},
+        ),
+        "Sampling.greedy": (Sampling.greedy, {"num_slots": 2}),
+        "Drafts.of_flat": (Drafts.of_flat, {"token_ids": ids[:3], "num": num, "width": 2}),
+        "Drafts.none": (
+            Drafts.none, {"num_slots": 2, "num_drafts": 2, "vocab_size": vocabulary}
+        ),
+        "Drafts.joined": (Drafts.joined, {"drawn": parts, "limit": num}),
+    }, {
+        "topk_logprobs": lambda: topk(x, ids),
+        "topk_logprobs, inclusive": lambda: topk(x, ids, rank_ties="inclusive"),
+        "topk_logprobs, vmap": lambda: jax.vmap(topk)(by_slot, by_position),
+        "topk_logprobs, grad": gradient(lambda x: topk(x, ids).logprobs, x),
+        "row_digests, all rows": lambda: kernels.row_digests(x),
+        "linear_topk_logprobs, plain": lambda: kernels.linear_topk_logprobs(hidden, head, ids, 5),
+        "linear_topk_logprobs, grad": gradient(
+            lambda hidden: kernels.linear_topk_logprobs(hidden, head, ids, 0).logprobs, hidden
+        ),
+        "logprobs_tensors, one k": lambda: kernels.logprobs_tensors(x, ids, 5),
         "padded_token_ids": lambda: kernels.padded_token_ids([[1, 2], [3]], 2),
-        "draw": lambda: sampling.draw(first, slots, positions),
-        "verify, greedy": lambda: sampling.verify(
-            by_slot, certain, greedy, positions, all_greedy=True
+        "verify, greedy": partial(verify, certain, sampling=Sampling.greedy(2), all_greedy=True),
+        "verify, certain": lambda: verify(certain),
+        "verify, k": lambda: verify(drawn, k=3),
+        "verify, a rule": lambda: verify(drawn, accept=always),
+        "verify, certain and flat": lambda: sampling.verify(
+            x, certain, slots, positions, row_ids=row_ids.reshape(2, 3)
         ),
-        "verify, certain": lambda: sampling.verify(by_slot, certain, slots, positions),
-        "verify, drawn": lambda: sampling.verify(by_slot, drawn, slots, positions),
-        "verify, k": lambda: sampling.verify(by_slot, drawn, slots, positions, k=3),
-        "verify, a rule": lambda: sampling.verify(
-            by_slot, drawn, slots, positions, accept=_always
-        ),
-        "verify, flat": lambda: sampling.verify(x, certain, slots, positions, row_ids=row_ids),
-        "verify, dense": lambda: sampling.verify(by_slot, dense, slots, positions),
-        "verify, block": lambda: sampling.verify(by_slot, drawn, slots, positions, rule="block"),
-        "verify, block, dense": lambda: sampling.verify(
-            by_slot, dense, slots, positions, rule="block"
-        ),
-        "verify, logits of drafts": lambda: sampling.verify(
-            by_slot, of_logits, slots, positions
-        ),
-        "emitted_logprobs": lambda: sampling.emitted_logprobs(by_slot, read),
-        "logprobs_of_read": lambda: sampling.logprobs_of_read(
+        "verify, dense": lambda: verify(dense),
+        "verify, block": lambda: verify(drawn, rule="block"),
+        "verify, block, dense": lambda: verify(dense, rule="block"),
+        "verify, logits of drafts": lambda: verify(of_logits),
+        "emitted_logprobs, as read": lambda: sampling.emitted_logprobs(by_slot, read),
+        "logprobs_of_read, raw": lambda: sampling.logprobs_of_read(
             by_slot, by_position, read.read
         ),
-        "truncation": lambda: sampling.truncation(x, rows),
-        "kept_sets": lambda: sampling.kept_sets(x, all_rows, 6, cut),
-        "kept_logprobs": lambda: sampling.kept_logprobs(x, token_ids, kept, 0.8),
-        "kept_logprobs, grad": lambda: jax.grad(
-            total(lambda x: sampling.kept_logprobs(x, token_ids, kept, 0.8))
-        )(x),
-        "rollout_logprobs": lambda: sampling.rollout_logprobs(x, token_ids),
-        "rollout_logprobs, kept": lambda: sampling.rollout_logprobs(
-            x, token_ids, kept, temperatures
+        "kept_sets, all rows": lambda: sampling.kept_sets(x, row_ids, 6, cut),
+        "kept_logprobs, one temperature": lambda: sampling.kept_logprobs(x, tokens, kept, 0.8),
+        "kept_logprobs, grad": gradient(
+            lambda x: sampling.kept_logprobs(x, tokens, kept, 0.8), x
         ),
-        "rollout_logprobs, grad": lambda: jax.grad(
-            total(lambda x: sampling.rollout_logprobs(x, token_ids, kept, temperatures))
-        )(x),
-        "learner_logprobs": lambda: sampling.learner_logprobs(
-            hidden, head, token_ids, kept, 0.8
+        "rollout_logprobs, raw": lambda: rollout(x),
+        "rollout_logprobs, kept": lambda: rollout(x, kept=kept, temperatures=t),
+        "rollout_logprobs, grad": gradient(
+            lambda x: rollout(x, kept=kept, temperatures=t), x
         ),
-        "kept_logprobs, digests": lambda: sampling.kept_logprobs(
-            x, token_ids, kept, 0.8, row_digests=digests
+        "learner_logprobs, one temperature": lambda: sampling.learner_logprobs(
+            hidden, head, tokens, kept, 0.8
         ),
-        "check_kept": lambda: sampling.check_kept(kept, V),
-        "check_digests": lambda: sampling.check_digests(digests, digests),
-        "row_ids_of": lambda: sampling.row_ids_of(lengths, 3),
-        "Sampling.of": lambda: sampling.Sampling.of(3, temperature=0.5, top_k=3),
-        "Sampling.of, key": lambda: sampling.Sampling.of(3, key=key),
-        "Drafts.of_flat": lambda: sampling.Drafts.of_flat(flat_ids, flat_num, 2),
-        "Drafts.none": lambda: sampling.Drafts.none(2, 2, V),
-        "Drafts.joined": lambda: sampling.Drafts.joined(parts, num),
+        "Sampling.of, numbers": lambda: Sampling.of(3, temperature=0.5, top_k=3),
+        "Sampling.of, key": lambda: Sampling.of(3, key=key),
     }  # fmt: skip
-
-
-def _always(u, p, q):
-    return p >= 0

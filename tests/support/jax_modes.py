@@ -1,34 +1,14 @@
-"""The modes in which people debug programs of JAX, as contexts and as variables of a process."""
-
-import contextlib
+"""The modes in which people debug programs of JAX: contexts and variables of a process."""
 
 import jax
 
 MODES = {
-    "disable_jit": lambda: jax.disable_jit(),
-    "checking_leaks": lambda: jax.checking_leaks(),
-    "debug_nans": lambda: jax.debug_nans(True),
-    "debug_infs": lambda: jax.debug_infs(True),
-    "x64": lambda: jax.enable_x64(True),
-    "strict promotion": lambda: jax.numpy_dtype_promotion("strict"),
-    "rank promotion": lambda: jax.numpy_rank_promotion("raise"),
-    "transfer_guard": lambda: jax.transfer_guard("disallow"),
+    "disable_jit": (jax.disable_jit, True, "JAX_DISABLE_JIT"),
+    "checking_leaks": (jax.checking_leaks, True, "JAX_CHECK_TRACER_LEAKS"),
+    "debug_nans": (jax.debug_nans, True, "JAX_DEBUG_NANS"),
+    "debug_infs": (jax.debug_infs, True, "JAX_DEBUG_INFS"),
+    "x64": (jax.enable_x64, True, "JAX_ENABLE_X64"),
+    "strict promotion": (jax.numpy_dtype_promotion, "strict", "JAX_NUMPY_DTYPE_PROMOTION"),
+    "rank promotion": (jax.numpy_rank_promotion, "raise", "JAX_NUMPY_RANK_PROMOTION"),
+    "transfer_guard": (jax.transfer_guard, "disallow", "JAX_TRANSFER_GUARD"),
 }
-
-VARIABLES = {
-    "disable_jit": ("JAX_DISABLE_JIT", "1"),
-    "checking_leaks": ("JAX_CHECK_TRACER_LEAKS", "1"),
-    "debug_nans": ("JAX_DEBUG_NANS", "1"),
-    "debug_infs": ("JAX_DEBUG_INFS", "1"),
-    "x64": ("JAX_ENABLE_X64", "1"),
-    "strict promotion": ("JAX_NUMPY_DTYPE_PROMOTION", "strict"),
-    "rank promotion": ("JAX_NUMPY_RANK_PROMOTION", "raise"),
-    "transfer_guard": ("JAX_TRANSFER_GUARD", "disallow"),
-}
-
-
-@contextlib.contextmanager
-def users_defaults():
-    """What the suite is stricter in than jax is to its users."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
