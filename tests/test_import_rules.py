@@ -7,13 +7,13 @@ below them and no others.
 
 import ast
 import graphlib
-import subprocess
 import sys
 
 import pytest
 
 from tests.support.import_rules import DOORS, PACKAGES, is_engine_side, modules, tops
 from tests.support.pages import PAGES, python_blocks
+from tests.support.processes import ended
 
 BESIDE = ("bench", "tests", "examples", "docs")
 
@@ -264,7 +264,7 @@ def test_a_violation_is_found(name, source, wrong):
 def test_a_consumer_process_never_starts_an_accelerator_runtime():
     names = [name for name in modules(*PACKAGES) if is_engine_side(name)]
     code = f"import sys, {', '.join(names)}; sys.exit(any(m in sys.modules for m in {ACCELERATED}))"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert ended("-c", code).returncode == 0
 
 
 def circles(sources):

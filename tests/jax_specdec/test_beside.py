@@ -1,13 +1,10 @@
 """A user's file with the name of a package that comes along is named, whoever meets it first."""
 
-import subprocess
-import sys
-
 import pytest
 
 from tests.support.import_rules import is_engine_side, modules
 from tests.support.paths import ROOT
-from tests.support.processes import output_of
+from tests.support.processes import ended, output_of
 
 # Imports each module by itself; what fails must say which file is to blame.
 EACH = """
@@ -38,7 +35,7 @@ def put(folder, name, form):
 
 
 def said_by(script, *arguments):
-    done = subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True)
+    done = ended(script, *arguments)
     return done.returncode, done.stderr
 
 
@@ -99,9 +96,7 @@ def test_a_script_named_as_the_package_is_told(tmp_path):
 
 def test_commands_answer_with_one_line(tmp_path):
     hiding = put(tmp_path, "ipc", "NAME.py")
-    done = subprocess.run(
-        [sys.executable, "-m", "jax_specdec.cli", "doctor"],
-        cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
-    )  # fmt: skip
+    environment = {"PYTHONPATH": str(ROOT)}
+    done = ended("-m", "jax_specdec.cli", "doctor", cwd=tmp_path, env=environment)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert done.stderr.startswith(f"jax-specdec: {hiding} hides the package ipc")

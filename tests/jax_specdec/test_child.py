@@ -12,7 +12,7 @@ import pytest
 from ipc import doctor
 from jax_specdec.control import ControlServer, Start, WorkerConfig, to_line
 from jax_specdec.engine.child_process import ChildProcess
-from tests.support.processes import in_thread, is_alive, wait_for
+from tests.support.processes import ended, in_thread, is_alive, wait_for
 
 # 2 is PR_GET_PDEATHSIG: the signal that the kernel sends when the parent ends.
 CHILD = """
@@ -105,8 +105,8 @@ def test_a_stopped_child_ends_with_its_killed_parent():
 
 def test_a_child_ends_whose_parent_ended_before_it_was_tied():
     late = TIED.replace("os.getppid()", "os.getppid() + 1")
-    process = subprocess.run([sys.executable, "-c", late], capture_output=True, timeout=60)
-    assert (process.returncode, process.stdout) == (1, b"")
+    process = ended("-c", late, timeout=60)
+    assert (process.returncode, process.stdout) == (1, "")
 
 
 @pytest.mark.parametrize("kept", [True, False])

@@ -1,8 +1,6 @@
 """The folder of compiled programs: where it is, whose it is, and what is removed from it."""
 
 import os
-import subprocess
-import sys
 import zlib
 
 import pytest
@@ -11,6 +9,7 @@ from jax_specdec import compiled_programs
 from jax_specdec.cli.main import main
 from jax_specdec.compiled_programs import Contents, clear, contents, is_whole, prepare
 from tests.support.paths import ROOT
+from tests.support.processes import output_of
 
 WHOLE = zlib.compress(b"a program" * 100)
 
@@ -110,11 +109,8 @@ def test_a_second_process_finds_what_the_first_compiled(tmp_path):
     environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
     environment |= {"XDG_CACHE_HOME": str(tmp_path), "JAX_PLATFORMS": "cpu"}
     settings = "", "", str(tmp_path / "other"), "off"
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *settings], env=environment, cwd=ROOT,
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert done.stdout.split() == ["False", "True", "False", "False"]
+    printed = output_of(PROGRAM, *settings, env=environment, cwd=ROOT)
+    assert printed.split() == ["False", "True", "False", "False"]
     folder = tmp_path / "jax-specdec" / compiled_programs.default_folder().name
     kept = list(folder.glob("*-cache"))
     assert kept

@@ -2,12 +2,11 @@
 
 import os
 import re
-import subprocess
-import sys
 from importlib import metadata
 
 from bench.peers.cases import OF
 from tests.support.paths import ROOT
+from tests.support.processes import ended
 
 PEERS = {distribution: peer for peer, (distribution, *_) in OF.items()}
 LINE = re.compile(
@@ -27,10 +26,7 @@ def test_the_loss_is_the_peer_s_and_takes_less_memory():
     code = (
         "import sys, runpy, bench.peers.stand_ins; runpy.run_path(sys.argv[1], run_name='__main__')"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, path], capture_output=True, text=True, check=False, cwd=ROOT,
-        env=os.environ | {"XLA_FLAGS": ""},
-    )  # fmt: skip
+    done = ended("-c", code, path, cwd=ROOT, env=os.environ | {"XLA_FLAGS": ""})
     assert done.returncode == 0, done.stdout + done.stderr
     (_, *losses, theirs), (name, *own_losses, ours) = LINE.findall(done.stdout)
     assert name == "installed"

@@ -1,8 +1,6 @@
 """tpu-inference's own functions and the adapter's, and its own tests with ours in place."""
 
 import os
-import subprocess
-import sys
 import types
 from importlib import metadata
 
@@ -18,6 +16,7 @@ from tpu_inference.layers.jax.sample import sampling
 from tpu_inference.spec_decode.jax import utils
 
 from jax_specdec.adapters import tpu_inference
+from tests.support.processes import ended
 
 MESH = jax.make_mesh((len(jax.devices()),), ("data",), (jax.sharding.AxisType.Auto,))
 TESTS = (
@@ -115,14 +114,9 @@ def test_their_tests_pass_with_ours_in_place(devices):
     # It counts collectives of theirs and of theirs: ours has fewer.
     options += ["-k", "not test_replication_is_free_for_the_raw_modes"]
     flags = f"--xla_force_host_platform_device_count={devices}"
-    done = subprocess.run(
-        [sys.executable, "-c", RUN, *options, *(str(root / path) for path in TESTS)],
-        env=os.environ | {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}"},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
-    print(done.stdout)
+    environment = os.environ | {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}"}
+    done = ended("-c", RUN, *options, *(root / path for path in TESTS), env=environment)
+    print(done.stdout, done.stderr)
     assert done.returncode == 0
 
 
@@ -130,9 +124,7 @@ def test_prompt_logprobs_with_speculation_in_their_runner():
     """`runner_tpu_inference.py`, with stand-ins of its own."""
     command = ["-q", "-p", "tests.peers.runner_stand_ins", "-p", "no:cacheprovider"]
     command += ["--noconftest", "-c", os.devnull, "tests/peers/runner_tpu_inference.py"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *command], capture_output=True, text=True, check=False
-    )
+    done = ended("-m", "pytest", *command)
     print(done.stdout)
     assert done.returncode == 0
     assert "2 passed" in done.stdout

@@ -14,7 +14,7 @@ from jax_specdec.export import arrow
 from tests.ray.cluster import cluster_that_compiles, fixture
 from tests.support import tiny_checkpoint
 from tests.support.paths import ROOT
-from tests.support.processes import wait_for
+from tests.support.processes import ended, wait_for
 
 COMMAND = (sys.executable, "-m", "jax_specdec.cli.main")
 TEXTS = ("def", "import os", "class A", "return", "for", "while")
@@ -30,10 +30,7 @@ def model(tmp_path_factory):
 
 def run(*arguments):
     """What a run of the command that succeeds prints."""
-    done = subprocess.run(
-        [*COMMAND, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True, check=False,
-        timeout=250,
-    )  # fmt: skip
+    done = ended(*COMMAND[1:], *arguments, cwd=ROOT, timeout=250)
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
 

@@ -6,8 +6,6 @@ Named so that the ordinary test run does not collect it: `.ci/heavy real` does.
 import functools
 import itertools
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -19,6 +17,7 @@ from jax_specdec.engine import Engine, EngineConfig, Serves
 from jax_specdec.text.tokenizer import Tokenizer
 from tests.real import model
 from tests.support.greedy_checks import check_greedy, check_logprobs, log_softmax
+from tests.support.processes import ended
 from tests.support.requests import request as request_of
 
 # Of logprobs: what float32 is off by, here and in transformers, whose own forward pass in float64
@@ -146,11 +145,10 @@ def test_any_text_has_the_ids_of_transformers(text):
 
 def test_the_command_shows_and_writes_what_the_engine_makes(tmp_path):
     prompt, output = model.PROMPTS[0], tmp_path / "o.jsonl"
-    command = [
-        sys.executable, "-m", "jax_specdec.cli", "generate", "--model", str(model.path()),
-        "--prompt", prompt, "--max-tokens", "16", "--logprobs", "2", "--output", str(output),
-    ]  # fmt: skip
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    done = ended(
+        "-m", "jax_specdec.cli", "generate", "--model", model.path(), "--prompt", prompt,
+        "--max-tokens", 16, "--logprobs", 2, "--output", output, check=True,
+    )  # fmt: skip
     (record,) = map(json.loads, output.read_text().splitlines())
     tokenizer = model.reference()[1]
     ids = record["speculation"]["token_ids"]

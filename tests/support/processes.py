@@ -60,11 +60,16 @@ def in_thread(call, *arguments, **options):
     thread.join()
 
 
-def output_of(program, *arguments, quiet=False, timeout=None):
+def ended(*arguments, **options):
+    """How a run of Python with these arguments ended, and what it printed."""
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, **options)
+
+
+def output_of(program, *arguments, quiet=False, **options):
     """What a program in Python prints, which ends well; `quiet`: with no warning nor message."""
     warnings = ["-W", "error"] if quiet else []
-    command = [sys.executable, *warnings, "-c", program, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+    done = ended(*warnings, "-c", program, *arguments, **options)
     assert done.returncode == 0, done.stderr
     assert not (quiet and done.stderr), done.stderr
     return done.stdout

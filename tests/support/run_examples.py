@@ -1,11 +1,10 @@
 """Runs a file of examples/ in a process of its own."""
 
 import os
-import subprocess
-import sys
 
 from tests.support import quick_compile
 from tests.support.paths import ROOT
+from tests.support.processes import ended
 
 EXAMPLES = ROOT / "examples"
 
@@ -20,13 +19,6 @@ def environment():
 
 def run(*command, status=0):
     """Run Python with a script's path or `-c`; what it prints. A warning in it is an error."""
-    done = subprocess.run(
-        [sys.executable, "-W", "error", *command],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=200,
-        env=environment(),
-    )
+    done = ended("-W", "error", *command, timeout=200, env=environment())
     assert done.returncode == status, done.stdout + done.stderr
     return done.stdout + done.stderr

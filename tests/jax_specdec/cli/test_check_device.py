@@ -2,7 +2,6 @@
 
 import copy
 import json
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,6 +14,7 @@ from jax_specdec.cli.check_device_command import Seconds
 from jax_specdec.cli.device_report import JSON, PAGE, Report
 from jax_specdec.cli.main import main
 from jax_specdec.cli.toolchain import Toolchain
+from tests.support.processes import ended
 
 GROUND = {
     "device": "a chip",
@@ -401,8 +401,6 @@ sys.modules |= dict.fromkeys({hidden!r})
 from jax_specdec.cli.main import main
 sys.exit(main(["check-device", "--keep", "--rehearse", "--output", {str(tmp_path)!r}]))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False
-    )
+    done = ended("-c", program)
     assert done.returncode == 2
     assert done.stderr.startswith("jax-specdec: --keep and --rehearse: a rehearsal proves nothing")

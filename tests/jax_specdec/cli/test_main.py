@@ -3,8 +3,6 @@
 import re
 import shlex
 import signal
-import subprocess
-import sys
 import tomllib
 from importlib import metadata
 from unittest import mock
@@ -15,7 +13,7 @@ import jax_specdec.cli.main as main_module
 from jax_specdec.cli.main import COMMANDS, main
 from tests.support.command_status import status_of
 from tests.support.paths import ROOT
-from tests.support.processes import in_thread, output_of
+from tests.support.processes import ended, in_thread, output_of
 
 
 def test_the_version_is_that_of_the_project_or_of_the_checkout(capsys, monkeypatch):
@@ -96,8 +94,7 @@ sys.exit(main([sys.argv[3]]))
 )
 def test_an_import_that_fails_prints_no_traceback(module, error, command, status, message):
     """By Ctrl-C, or as a package is not installed."""
-    program = [sys.executable, "-c", FAILING_IMPORT, module, error, command]
-    done = subprocess.run(program, capture_output=True, text=True, check=False)
+    done = ended("-c", FAILING_IMPORT, module, error, command)
     assert (done.returncode, done.stderr) == (status, f"{message}\n")
 
 
@@ -118,6 +115,5 @@ def test_the_command_line_imports_the_standard_library_alone():
 
 @pytest.mark.parametrize("module", ["jax_specdec.cli", "jax_specdec.cli.main"])
 def test_the_command_line_runs_as_a_module(module):
-    command = [sys.executable, "-m", module, "doctor", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = ended("-m", module, "doctor", "--help", check=True)
     assert "\n\nusage: jax-specdec doctor " in done.stdout

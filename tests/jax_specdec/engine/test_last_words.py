@@ -1,15 +1,13 @@
 """The line that says why a process ended, of what Python, JAX and libraries print at an end."""
 
-import subprocess
-import sys
-
 import pytest
 
 from jax_specdec.engine.last_words import reason_line
+from tests.support.processes import ended
 
 
 def printed_by(code):
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = ended("-c", code)
     return done.stderr, done.returncode
 
 
@@ -64,9 +62,8 @@ def test_notes_of_jax_are_no_reason():
         "jax.jit(lambda x: jax.numpy.reshape(x, (7,)))(jax.numpy.zeros(3))"
     )
     for way in ("auto", "off", "remove_frames", "quiet_remove_frames", "tracebackhide"):
-        done = subprocess.run([sys.executable, "-c", code, way], capture_output=True, text=True)
-        reason = reason_line(done.stderr)
-        assert reason.startswith("TypeError: cannot reshape array of shape (3,)"), done.stderr
+        reason = reason_line(ended("-c", code, way).stderr)
+        assert reason.startswith("TypeError: cannot reshape array of shape (3,)")
         assert "simplicity" not in reason
 
 

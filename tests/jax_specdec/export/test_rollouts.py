@@ -1,8 +1,6 @@
 """Rollouts as one table, read by others without this package, and as the learners' batches."""
 
 import dataclasses
-import subprocess
-import sys
 
 import numpy as np
 import pyarrow.parquet
@@ -11,6 +9,7 @@ from hypothesis import given, settings
 
 from jax_specdec.export import arrow, rollouts
 from jax_specdec.export.rollouts import SCHEMA, rollouts_table, tunix_batch, verl_batch
+from tests.support.processes import output_of
 from tests.support.sample_columns import delivered, streams, three_requests
 
 # Three lines each; they print all ids, all masks and the first logprob of each sequence.
@@ -41,11 +40,7 @@ def test_a_file_of_rollouts_is_read_without_this_package(reader, tmp_path):
     lines = [f"PATH, FOLDER = {str(path)!r}, {str(tmp_path)!r}", *READERS[reader]]
     lines += ["import sys", "assert 'jax_specdec' not in sys.modules"]
     lines += ["print([*map(list, ids)], [*map(list, masks)], [list(x)[0] for x in own], sep='|')"]
-    run = subprocess.run(
-        [sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, cwd=tmp_path
-    )
-    assert run.returncode == 0, run.stderr
-    ids, masks, own = run.stdout.strip().split("|")
+    ids, masks, own = output_of("\n".join(lines), cwd=tmp_path).strip().split("|")
     table = rollouts_table(columns)
     assert ids == str(table["input_ids"].to_pylist())
     assert masks == str([[0, 0, 1, 1, 1]] + [[0, 0, 1, 1]] + [[0, 0, 1, 1, 1]])

@@ -5,8 +5,6 @@ import gc
 import json
 import os
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -20,7 +18,7 @@ from jax_specdec.structured.checks import StructureChecks
 from jax_specdec.structured.gate import GrammarGate
 from jax_specdec.structured.limits import GateFull, GrammarLimits
 from jax_specdec.text import byte_tokens
-from tests.support.processes import children_of, is_alive, wait_for
+from tests.support.processes import children_of, ended, is_alive, wait_for
 from tests.support.scene import Scene
 
 STOPS = (byte_tokens.EOS_ID,)
@@ -173,7 +171,7 @@ def test_it_ends_with_who_asks():
         "t.wait_for(t.copies)\n"
         "print(*t.gate_processes(), *t.copies(), flush=True); os.kill(os.getpid(), 9)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = ended("-c", code)
     pids = [int(pid) for pid in done.stdout.split()]
     assert (len(pids), done.returncode) == (2, -9)
     wait_for(lambda: not any(map(is_alive, pids)))

@@ -2,11 +2,10 @@
 
 import itertools
 import json
-import subprocess
-import sys
 
 import pytest
 
+from tests.support.processes import ended
 from tests.support.tokenizer_kinds import KINDS, write
 
 CODE = """
@@ -53,10 +52,7 @@ def with_torch(tmp_path):
 
 
 def run(code, env, *arguments):
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-c", code, *map(str, arguments)],
-        env={"PATH": "/usr/bin:/bin", **env}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    return ended("-W", "error", "-c", code, *arguments, env={"PATH": "/usr/bin:/bin", **env})
 
 
 def test_reading_imports_no_torch_and_says_nothing(with_torch, tmp_path):

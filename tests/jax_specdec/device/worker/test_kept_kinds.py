@@ -1,8 +1,6 @@
 """Programs that an earlier start kept: nothing is traced, and what they compute is the same."""
 
 import functools
-import subprocess
-import sys
 import zlib
 from dataclasses import replace
 
@@ -21,6 +19,7 @@ from jax_specdec.requests import SamplingParams
 from tests.support import letters
 from tests.support.compiled_here import compiled_here
 from tests.support.decoding import Local, request
+from tests.support.processes import output_of
 
 pytestmark = pytest.mark.fast
 PROMPT = [1, 2, 3, 1, 2, 3, 1]
@@ -207,7 +206,7 @@ assert not kept.has(None)
 
 
 def test_programs_that_jax_has_read_are_not_kept_again(tmp_path):
-    subprocess.run([sys.executable, "-c", READ_AGAIN, tmp_path], check=True, timeout=120)
+    output_of(READ_AGAIN, tmp_path, timeout=120)
 
 
 def test_kinds_are_kept_where_a_worker_was_told_to(tmp_path, monkeypatch):
