@@ -273,6 +273,8 @@ def _table() -> dict[str, Operation]:
             add(f"setp.{name}.{kind}", "p", letter_of(kind) * 2, on(comparison(name), kind, "pred"))
             for word in ("and", "or", "xor"):
                 out[f"setp.{name}.{word}.{kind}"] = joined_comparison(name, kind, word)
+    of_two = largest("f32")
+    add("max.NaN.f32,3", "w", "www", lambda a, b, c: of_two(of_two(a, b), c))  # of B200 and newer
     for kind in ("f32", "bf16", "f16"):
         add(f"max.NaN.{kind}", letter_of(kind), letter_of(kind) * 2, largest(kind))
     for kind in ("bf16", "f16"):

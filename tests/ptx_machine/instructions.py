@@ -64,7 +64,8 @@ def _elements(operand: Operand, count: int) -> tuple[Operand, ...]:
 
 def _compute(threads: Threads, opcode: str, to: Operand, *sources: Operand) -> Step:
     of_warps = opcode in warps.OPERATIONS
-    operation = (warps if of_warps else arithmetic).OPERATIONS[opcode]
+    table = (warps if of_warps else arithmetic).OPERATIONS
+    operation = table.get(f"{opcode},{len(sources)}", table[opcode])
     if len(sources) != len(operation.sources):
         raise PtxError(f"{len(operation.sources)} sources wanted")
     gets = [
