@@ -92,7 +92,7 @@ def _compute(threads: Threads, opcode: str, to: Operand, *sources: Operand) -> S
             puts[0](results.reshape(-1), bits)
             return
         for i, put in enumerate(puts):
-            put(results[i].reshape(-1), bits and bits[i])
+            put(results[i].reshape(-1), None if bits is None else bits[i])
 
     return compute
 

@@ -210,6 +210,7 @@ def test_values_never_written_may_be_loaded_but_not_used():
     for use in (
         "	add.s32 	%r3, %r2, %r3;\n" + store,
         "	selp.b32 	%r3, %r2, %r3, %p2;\n" + store,
+        "	setp.eq.f16x2 	%p1|%p2, %r2, %r3;\n	selp.b32 	%r3, 1, 0, %p2;\n" + store,
         "	mov.b32 	{%rs1, %rs2}, %r2;\n	mov.b32 	%r3, {%rs1, %rs2};\n" + store,
         "	setp.eq.b32 	%p1, %r2, 0;\n	@%p1 bra 	$E;\n$E:\n	ret;",
         "	mul.wide.u32 	%rd6, %r2, 4;\n	ld.b32 	%r3, [%rd6];\n	ret;",
