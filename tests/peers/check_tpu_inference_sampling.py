@@ -1,8 +1,6 @@
 """tpu-inference's own sampler, rejection sampler and processed logits, and the adapter's."""
 
-import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +14,8 @@ from tpu_inference.layers.jax.sample.sampling_metadata import TPUSupportedSampli
 from tpu_inference.spec_decode.jax import utils
 
 from jax_specdec.adapters import tpu_inference
+from jax_specdec.adapters.tpu_inference_rows import Lengths
+from tests.support.shards import automatic
 
 GREEDY = TPUSupportedSamplingMetadata()
 V, N, B = 40, 6, 3  # drafts and requests of a shard
@@ -23,23 +23,9 @@ own = rejection_sampler.RejectionSampler
 own_process, own_sample = utils.process_and_extend_logits, sampling.sample
 
 
-def mesh_of(data, model):
-    kinds = (jax.sharding.AxisType.Auto,) * 2
-    devices = jax.devices()[: data * model]
-    return jax.make_mesh((data, model), ("data", "model"), kinds, devices=devices)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass
-class Lengths:
-    """What their processed logits look at of a step."""
-
-    draft_lengths: Any
-
-
 # A program is kept by its sampler.
 sampler = functools.cache(lambda kind, shape: kind(MESHES[shape]))
-MESHES = {shape: mesh_of(*shape) for shape in ((1, 1), (2, 1), (2, 2), (1, 4))}
+MESHES = {(d, m): automatic(data=d, model=m) for d, m in ((1, 1), (2, 1), (2, 2), (1, 4))}
 
 
 def metadata_of(temperature, top_k, top_p):

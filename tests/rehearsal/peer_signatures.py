@@ -17,12 +17,12 @@ from pathlib import Path
 
 from tests.rehearsal.peer_stand_ins import LIBRARIES, Library
 
-# A name that is a constant of the library's own, and what it is.
-CONSTANTS = {"TopKTieBreak.NONE": "0"}
+# The name of a constant of a library's own, and what it is.
+CONSTANT = "TopKTieBreak.NONE", "0"
 
 
-def arguments_of(source: str, function: str) -> list[tuple[str, str, str]]:
-    """(name, kind, default) of each argument of a function, without `self`."""
+def arguments_of(source: str, function: str) -> str:
+    """A function's arguments and their defaults, without annotations and `self`."""
     body: list[ast.stmt] = ast.parse(source).body
     *classes, name = function.split(".")
     for one in classes:
@@ -30,21 +30,14 @@ def arguments_of(source: str, function: str) -> list[tuple[str, str, str]]:
     found = next((x for x in body if isinstance(x, ast.FunctionDef) and x.name == name), None)
     if found is None:
         raise LookupError(f"there is no {function}")
-    each = found.args
-    plain = [*each.posonlyargs, *each.args]
-    defaults = [None] * (len(plain) - len(each.defaults)) + list(each.defaults)
-    out = [(x.arg, "plain", _said(y)) for x, y in zip(plain, defaults, strict=True)]
-    named = zip(each.kwonlyargs, each.kw_defaults, strict=True)
-    out += [(x.arg, "by name", _said(y)) for x, y in named]
-    return [one for one in out if one[0] != "self"]
+    for node in ast.walk(found.args):
+        if isinstance(node, ast.arg):
+            node.annotation = None
+    text = ast.unparse(found.args).removeprefix("self, ")
+    return text.replace(*CONSTANT)
 
 
-def _said(default: ast.expr | None) -> str:
-    text = "" if default is None else ast.unparse(default)
-    return CONSTANTS.get(text, text)
-
-
-def expected_of(library: Library) -> list[tuple[str, str, str]]:
+def expected_of(library: Library) -> str:
     """The same of its stand-in."""
     source = inspect.getsource(inspect.getmodule(library.stand_in))
     name = library.stand_in.__name__

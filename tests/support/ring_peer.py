@@ -1,9 +1,9 @@
-"""The other process in ring tests: `python -m tests.support.ring_peer produce|consume NAME ...`.
+"""The other process in ring tests: `python -m tests.support.ring_peer JSON`.
 
 A message is a function of its number, so either side can make or check any one of them.
 """
 
-import argparse
+import json
 import mmap
 import os
 import subprocess
@@ -56,9 +56,8 @@ class Progress:
 def start_peer(job: str, name: str, progress: Path, **options: object) -> subprocess.Popen[bytes]:
     """Starts this module in a process of its own, with the options of `main`."""
     Progress.at(progress)
-    command = [sys.executable, "-m", "tests.support.ring_peer", job, name, str(progress)]
-    for key, value in options.items():
-        command += [f"--{key.replace('_', '-')}", str(value)]
+    arguments = json.dumps({"job": job, "name": name, "progress": str(progress)} | options)
+    command = [sys.executable, "-m", "tests.support.ring_peer", arguments]
     stdout = subprocess.PIPE if name == "create" else None
     return subprocess.Popen(command, cwd=ROOT, stdout=stdout)
 
@@ -77,59 +76,42 @@ class Killer(threading.Thread):
         os.kill(self.pid, 9)
 
 
-def main() -> None:
-    """Attaches to a ring, or creates one, and moves messages as the options say."""
-    options = _options()
-    if options.core >= 0:
-        os.sched_setaffinity(0, {options.core})
-    words = Progress.at(options.progress).words
-    ring = _open_ring(options)
-    _move_messages(ring, words, options)
-    if options.then == "sleep":
+def main(
+    job: str, name: str, progress: str, *, wait: str = "predict", count: int = 1 << 62,
+    max_bytes: int = 1000, gap_us: float = 0, slots: int = 16, then: str = "close",
+) -> None:  # fmt: skip
+    """Attaches to a ring, or creates one and prints its name, and produces or consumes messages.
+
+    Args:
+      name: "create", or the ring to attach to. then: "sleep", or "close".
+    """
+    words = Progress.at(Path(progress)).words
+    side = RingWriter if job == "produce" else RingReader
+    if name == "create":
+        ring = side.create(slots, max_bytes, wait=wait)
+        print(ring.name, flush=True)
+    else:
+        ring = side.attach(name, wait=wait)
+    _move_messages(ring, words, count, max_bytes, gap_us)
+    if then == "sleep":
         time.sleep(1000)
-    elif options.then == "exit":
-        os._exit(0)
     ring.close()
     words[2] = 1
 
 
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    parser.add_argument("job", choices=["produce", "consume"])
-    parser.add_argument("name", help="the ring to attach to, or `create` to make one and print it")
-    parser.add_argument("progress", type=Path)
-    parser.add_argument("--wait", default="predict")
-    parser.add_argument("--count", type=int, default=1 << 62)
-    parser.add_argument("--max-bytes", type=int, default=1000)
-    parser.add_argument("--gap-us", type=float, default=0)
-    parser.add_argument("--slots", type=int, default=16)
-    parser.add_argument("--core", type=int, default=-1)
-    parser.add_argument("--then", choices=["close", "sleep", "exit"], default="close")
-    return parser.parse_args()
-
-
-def _open_ring(options: argparse.Namespace) -> RingReader | RingWriter:
-    side = RingWriter if options.job == "produce" else RingReader
-    if options.name != "create":
-        return side.attach(options.name, wait=options.wait)
-    ring = side.create(options.slots, options.max_bytes, wait=options.wait)
-    print(ring.name, flush=True)
-    return ring
-
-
 def _move_messages(
-    ring: RingReader | RingWriter, words: memoryview, options: argparse.Namespace
+    ring: RingReader | RingWriter, words: memoryview, count: int, max_bytes: int, gap_us: float
 ) -> None:
     """Moves `count` messages, or those that move until the other side closes."""
-    for number in range(options.count):
-        if options.gap_us:
-            time.sleep(options.gap_us * 1e-6)
+    for number in range(count):
+        if gap_us:
+            time.sleep(gap_us * 1e-6)
         try:
             if isinstance(ring, RingWriter):
-                ring.send(*payload(number, options.max_bytes))
+                ring.send(*payload(number, max_bytes))
             else:
                 message = ring.receive()
-                intact = is_intact(message.data, number, options.max_bytes)
+                intact = is_intact(message.data, number, max_bytes)
                 words[1] += message.sequence != number or not intact
         except (EndOfStream, PeerClosed):
             break
@@ -137,4 +119,4 @@ def _move_messages(
 
 
 if __name__ == "__main__":
-    main()
+    main(**json.loads(sys.argv[1]))

@@ -1,5 +1,7 @@
 """Arrays cut into vocabulary shards over the CPU devices of a test process."""
 
+import math
+
 import jax
 import numpy as np
 
@@ -9,14 +11,16 @@ from tests.support import quick_compile
 P = jax.sharding.PartitionSpec
 
 
+def automatic(**sizes):
+    """A mesh of so many devices an axis, by name."""
+    kinds, devices = (jax.sharding.AxisType.Auto,) * len(sizes), jax.devices()
+    shape = tuple(sizes.values())
+    return jax.make_mesh(shape, tuple(sizes), kinds, devices=devices[: math.prod(shape)])
+
+
 def mesh_of(shards):
     """A mesh axis "model" of so many devices."""
-    return jax.make_mesh(
-        (shards,),
-        ("model",),
-        axis_types=(jax.sharding.AxisType.Auto,),
-        devices=jax.devices()[:shards],
-    )
+    return automatic(model=shards)
 
 
 def users_mesh(kind):

@@ -1,8 +1,8 @@
 """The adapters' numbers, without their peers: what each call must give, in float64."""
 
 import sys
+from collections import namedtuple
 from types import ModuleType, SimpleNamespace
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -67,12 +67,10 @@ def test_logprobs_of_accepted_drafts_come_request_by_request(dp_size):
         assert ends == starts
 
 
-class LogprobsTensors(NamedTuple):
-    """What vLLM's has."""
-
-    logprob_token_ids: Any
-    logprobs: Any
-    selected_token_ranks: Any
+# What vLLM's has.
+LogprobsTensors = namedtuple(
+    "LogprobsTensors", ("logprob_token_ids", "logprobs", "selected_token_ranks")
+)
 
 
 @pytest.mark.parametrize("name", ["", "prompt_"])

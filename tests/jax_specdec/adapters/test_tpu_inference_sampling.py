@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ import scipy
 from jax_specdec.adapters import tpu_inference
 from jax_specdec.adapters.tpu_inference import RejectionSampler, process_and_extend_logits, sample
 from jax_specdec.adapters.tpu_inference_rows import Lengths
+from tests.support.shards import automatic
 
 V = 5
 PACKAGE = "tpu_inference.layers"
@@ -38,25 +39,16 @@ class Metadata:
 @pytest.fixture(autouse=True)
 def named_axes(monkeypatch):
     """The modules that tell the names of mesh axes, and which logits may stay unprocessed."""
-    contents = {
-        f"{PACKAGE}.common.sharding": {
-            "ShardingAxisName": SimpleNamespace(ATTN_DATA="data", MLP_TENSOR=("data", "model"))
-        },
-        f"{PACKAGE}.jax.sample.sampling": {
-            "_distributed_sampling_fits": lambda mesh, size: mesh.shape["model"] > 1
-        },
-    }
-    for name, names in contents.items():
-        module = ModuleType(name)
-        vars(module).update(names)
-        monkeypatch.setitem(sys.modules, name, module)
+    axes = SimpleNamespace(ATTN_DATA="data", MLP_TENSOR=("data", "model"))
+    for name, contents in (
+        ("common.sharding", {"ShardingAxisName": axes}),
+        ("jax.sample.sampling",
+         {"_distributed_sampling_fits": lambda mesh, size: mesh.shape["model"] > 1}),
+    ):  # fmt: skip
+        monkeypatch.setitem(sys.modules, f"{PACKAGE}.{name}", SimpleNamespace(**contents))
 
 
-@functools.cache
-def mesh_of(data, model):
-    kinds = (jax.sharding.AxisType.Auto,) * 2
-    devices = jax.devices()[: data * model]
-    return jax.make_mesh((data, model), ("data", "model"), kinds, devices=devices)
+mesh_of = functools.cache(lambda data, model: automatic(data=data, model=model))
 
 
 @functools.cache  # a program is kept by its sampler
