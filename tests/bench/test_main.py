@@ -21,10 +21,8 @@ def test_every_suite_is_a_module_that_runs():
 
 
 def test_a_wrong_contender_ends_the_run_and_writes_nothing(tmp_path, monkeypatch, capsys):
-    def run(quick):
-        raise BenchError("objects differs from columns")
-
-    monkeypatch.setattr(host, "run", run)
+    wrong = mock.Mock(side_effect=BenchError("objects differs from columns"))
+    monkeypatch.setattr(host, "run", wrong)
     path = tmp_path / "out.json"
     assert bench.main(["host", "--quick", "--json", str(path)]) == 1
     assert "NOT MEASURED: objects differs" in capsys.readouterr().err

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from unittest import mock
 
 from ipc import RingError, RingReader, RingWriter, doctor
 from ipc.peers import current_process
@@ -73,9 +74,7 @@ def test_other_namespaces_and_recycled_pids(tmp_path):
 
 
 def test_a_doctor_that_cannot_know_removes_nothing(monkeypatch, capsys):
-    def refuse():
-        raise RingError("mount /proc")
-
+    refuse = mock.Mock(side_effect=RingError("mount /proc"))
     monkeypatch.setattr(doctor, "current_process", refuse)
     assert doctor.main(["--remove"]) == 2
     assert "nothing was removed: mount /proc" in capsys.readouterr().out

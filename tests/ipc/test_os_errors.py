@@ -5,6 +5,7 @@ import errno
 import os
 import re
 import types
+from unittest import mock
 
 import posix_ipc
 import pytest
@@ -121,10 +122,8 @@ def test_each_refusal_names_its_limit(error, what):
 
 
 def test_where_no_descriptor_is_left_to_count_them(monkeypatch):
-    def refuse(path):
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-    monkeypatch.setattr(os_errors.os, "listdir", refuse)
+    error = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    monkeypatch.setattr(os_errors.os, "listdir", mock.Mock(side_effect=error))
     assert "all descriptors" in os_errors.reason(OSError(errno.EMFILE, ""))
 
 
@@ -139,13 +138,9 @@ def refused_files(error, files=40, favail=5):
     counted = os.statvfs("/dev/shm")
     values = {name: getattr(counted, name) for name in dir(counted) if name.startswith("f_")}
     values |= {"f_files": files, "f_favail": favail}
-
-    def refuse(*_, **__):
-        raise error
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "statvfs", lambda path: types.SimpleNamespace(**values))
-        patch.setattr(posix_ipc, "SharedMemory", refuse)
+        patch.setattr(posix_ipc, "SharedMemory", mock.Mock(side_effect=error))
         yield
 
 
@@ -203,12 +198,8 @@ def test_every_byte_is_reserved_before_it_is_mapped(monkeypatch):
 )
 def test_a_directory_that_cannot_be_written_is_named(error, monkeypatch):
     """Removing the names that could not be made fails too, and must not hide the reason."""
-
-    def refuse(*_, **__):
-        raise error
-
     for name in ("SharedMemory", "unlink_shared_memory", "unlink_semaphore"):
-        monkeypatch.setattr(posix_ipc, name, refuse)
+        monkeypatch.setattr(posix_ipc, name, mock.Mock(side_effect=error))
     with pytest.raises(
         errors.RingError, match=re.escape(f"in /dev/shm: {error}. Let user {os.geteuid()} make")
     ):

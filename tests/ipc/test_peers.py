@@ -5,6 +5,7 @@ import os
 import subprocess
 import threading
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 
@@ -32,10 +33,8 @@ def test_a_pid_that_is_a_threads_by_now_is_not_alive():
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOENT])
 def test_so_say_older_and_newer_kernels(monkeypatch, number):
-    def refused(pid):
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(os, "pidfd_open", refused)
+    refused = OSError(number, os.strerror(number))
+    monkeypatch.setattr(os, "pidfd_open", mock.Mock(side_effect=refused))
     assert not is_alive(current_process())
 
 

@@ -54,10 +54,7 @@ def proof(**changes):
 
 
 def on_cuda():
-    def call(x, ids):
-        return topk_logprobs(x, ids, 3)
-
-    return lowered.text_of(call, X, IDS)
+    return lowered.text_of(lambda x, ids: topk_logprobs(x, ids, 3), X, IDS)
 
 
 def test_kernels_without_a_proof_leave_it_to_xla(files, chip):

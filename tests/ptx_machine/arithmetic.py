@@ -55,7 +55,7 @@ Function = Callable[..., np.ndarray]
 class Operation(NamedTuple):
     """results and sources as letters of `TYPES`; a capital one may not be undefined.
 
-    spread: how undefined bits are handed on where `undefined.rule` does not know it.
+    spread: how undefined bits are handed on where `undefined.spread` does not know it.
     of_hardware: the function takes `Hardware` first.
     """
 
@@ -238,10 +238,11 @@ def comparison(name: str) -> Function:
 def joined_comparison(name: str, kind: str, word: str) -> Operation:
     """setp and a predicate, of which one side may settle what is undefined in the other."""
     holds, letters = on(comparison(name), kind, "pred"), letter_of(kind) * 2 + "p"
-    join, rule = getattr(operator, f"__{word}__"), undefined.rule(f"{word}.pred", "p")
+    join = getattr(operator, f"__{word}__")
 
     def spread(values: Any, masks: Any) -> np.ndarray:
-        return rule([holds(*values[:2]), values[2]], [(masks[0] | masks[1]) != 0, masks[2]])
+        both = [holds(*values[:2]), values[2]], [(masks[0] | masks[1]) != 0, masks[2]]
+        return undefined.spread(f"{word}.pred", "p", *both)
 
     return Operation("p", letters, lambda a, b, other: join(holds(a, b), other), spread)
 

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -76,7 +77,7 @@ def _compute(threads: Threads, opcode: str, to: Operand, *sources: Operand) -> S
     puts = [threads.destination(x, k) for x, k in zip(results, operation.results, strict=True)]
     function, one = operation.function, len(puts) == 1
     given = (threads.hardware,) if operation.of_hardware else ()
-    spread = operation.spread or undefined.rule(opcode, operation.results[0])
+    spread = operation.spread or partial(undefined.spread, opcode, operation.results[0])
 
     def compute() -> None:
         pairs = [get() for get in gets]

@@ -7,7 +7,7 @@ has (Seward, Nethercote 2005), but coarser: a computed value is undefined as a w
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import reduce
 
 import numpy as np
@@ -16,43 +16,29 @@ from .parser import TYPES, Address, Operand, Program, Register, Vector
 
 UNSIGNED = re.compile(r"cvt\.[us]\d+\.u\d+$")  # bits are moved, and zeros come above them
 
-# Of the sources' values and masks, each [lanes]: the mask of the result.
-Rule = Callable[[Sequence[np.ndarray], Sequence[np.ndarray]], np.ndarray]
 
+def spread(
+    opcode: str, letter: str, values: Sequence[np.ndarray], masks: Sequence[np.ndarray]
+) -> np.ndarray:
+    """How an instruction hands undefined bits on: the mask of a result of this kind.
 
-def rule(opcode: str, letter: str) -> Rule:
-    """How an instruction hands undefined bits on to a result of this kind."""
+    Args:
+      values: of the sources, each [lanes]. masks: their undefined bits.
+    """
     dtype = TYPES[letter]
     full = ~dtype(0)
-
-    def whole(values: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> np.ndarray:
-        """Undefined where any source is."""
-        return np.where(reduce(np.logical_or, masks), full, dtype(0))
-
-    def moved(values: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> np.ndarray:
-        return masks[0].astype(dtype)
-
-    def selected(values: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> np.ndarray:
-        """The mask of the chosen source; all undefined where the choice is."""
-        return np.where(masks[2], full, np.where(values[2], masks[0], masks[1]))
-
-    def halves(values: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> np.ndarray:
-        some, low = reduce(np.bitwise_or, masks), dtype((1 << 4 * dtype().itemsize) - 1)
-        return np.where(some & low, low, dtype(0)) | np.where(some & ~low, ~low, dtype(0))
-
-    def settled(values: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> np.ndarray:
-        """Bit by bit: a defined 0 settles an `and`, a defined 1 an `or`."""
+    if opcode.startswith(("and.", "or.")):  # bit by bit: a defined 0 settles an `and`, a 1 an `or`
         is_and, pairs = opcode.startswith("and."), zip(values, masks, strict=True)
         open_bits = [mask | (value if is_and else ~value) for value, mask in pairs]
         return reduce(np.bitwise_or, masks) & reduce(np.bitwise_and, open_bits)
-
-    if opcode.startswith(("and.", "or.")):
-        return settled
     if opcode.startswith("mov.") or UNSIGNED.match(opcode):
-        return moved
-    if opcode.startswith("selp."):
-        return selected
-    return halves if opcode.endswith("x2") else whole
+        return masks[0].astype(dtype)
+    if opcode.startswith("selp."):  # of the chosen source; all undefined where the choice is
+        return np.where(masks[2], full, np.where(values[2], masks[0], masks[1]))
+    if opcode.endswith("x2"):
+        some, low = reduce(np.bitwise_or, masks), dtype((1 << 4 * dtype().itemsize) - 1)
+        return np.where(some & low, low, dtype(0)) | np.where(some & ~low, ~low, dtype(0))
+    return np.where(reduce(np.logical_or, masks), full, dtype(0))
 
 
 def never_written(program: Program) -> list[str]:

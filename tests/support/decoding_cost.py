@@ -20,25 +20,32 @@ def cost(data, state):
 
 
 def _cost(data, state):
-    lines = 0
+    tracemalloc.start()
+    lines, error = lines_of(
+        lambda: flush(step(state, decode(data))[0]), MessageError, ProcessorError
+    )
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak, lines, error
+
+
+def lines_of(call, *refusals):
+    """The lines of Python that a call runs, and of which of these errors it dies."""
+    lines, error, before = 0, None, sys.gettrace()
 
     def count(frame, event, argument):
         nonlocal lines
         lines += event == "line"
         return count
 
-    error, before = None, sys.gettrace()
-    tracemalloc.start()
     sys.settrace(count)
     try:
-        flush(step(state, decode(data))[0])
-    except (MessageError, ProcessorError) as refusal:
+        call()
+    except refusals as refusal:
         error = refusal
     finally:
         sys.settrace(before)
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-    return peak, lines, error
+    return lines, error
 
 
 def allowed_memory(data, state):

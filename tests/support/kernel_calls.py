@@ -28,7 +28,4 @@ def row_sums(
 
 
 def _read(kernels, options, named):
-    def read(rows, selected, outputs):
-        return kernels.row_sums(rows, selected, outputs, *options, **named)
-
-    return read
+    return lambda *of_rows: kernels.row_sums(*of_rows, *options, **named)

@@ -87,12 +87,8 @@ class Scene:
             start_worker=self.start,
             clock=self.clock,
         )
-        parts = parts_of(self.engine)
-        self.open_streams, self.engine_workers, self.scheduler = (
-            parts.streams,
-            parts.workers,
-            parts.scheduler,
-        )
+        parts = vars(parts_of(self.engine)).values()
+        self.open_streams, self.engine_workers, self.scheduler = parts
         self.open_streams.start = self.serve
         self.engine_workers.wakeup = None  # time passes by the scene's clock
         self.records, self.updates = {}, []

@@ -4,6 +4,7 @@ import io
 import json
 import re
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -156,10 +157,7 @@ def test_an_old_json_file_is_replaced_only_at_the_end(tmp_path, during, capsys):
     path = tmp_path / "out.jsonl"
     path.write_text("old " * 100_000)
 
-    def fail():
-        raise ValueError("something")
-
-    during(fail)
+    during(mock.Mock(side_effect=ValueError("something")))
     assert main(["demo", "--json", str(path)]) == 2
     assert path.read_text() == "old " * 100_000
     during(lambda: None)

@@ -3,9 +3,8 @@
 Work is counted in lines of Python and comparisons of ids, which no machine changes.
 """
 
-import sys
-
 from jax_specdec.records.batch import FinishReason
+from tests.support.decoding_cost import lines_of
 from tests.support.requests import request
 from tests.support.scene import Scene
 
@@ -24,19 +23,8 @@ class Id(str):
 
 def work(call):
     """The lines and comparisons that a call took."""
-    lines, Id.compared, before = 0, 0, sys.gettrace()
-
-    def count(frame, event, argument):
-        nonlocal lines
-        lines += event == "line"
-        return count
-
-    sys.settrace(count)
-    try:
-        call()
-    finally:
-        sys.settrace(before)
-    return lines + Id.compared
+    Id.compared = 0
+    return lines_of(call)[0] + Id.compared
 
 
 def work_with(count):

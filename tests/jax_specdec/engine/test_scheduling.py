@@ -102,11 +102,7 @@ def test_a_preempted_request_comes_before_those_that_wait():
 
 def test_a_recovery_stop_ends_a_request_with_an_error():
     requests = make_requests(3, seed=9)
-
-    def meddle(scene, n):
-        scene.engine.preempt("r0", reschedule=False)
-
-    scene = Scene().run(requests, meddle)
+    scene = Scene().run(requests, lambda scene, n: scene.engine.preempt("r0", reschedule=False))
     assert scene.finish_reason("r0") is FinishReason.RECOVERY_ERROR
     assert scene.engine.status[0].processor.preempted == 0
 

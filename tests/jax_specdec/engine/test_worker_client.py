@@ -11,6 +11,7 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
@@ -199,13 +200,10 @@ def test_a_worker_that_cannot_be_watched_is_ended(fault, monkeypatch):
         started.append(popen(*args, **options))
         return started[-1]
 
-    def refuse(*_):
-        raise RuntimeError("too many of them")
-
     monkeypatch.setattr(child_process.subprocess, "Popen", noted)
     thread = child_process.threading.Thread
     refused = (RingReader, "expect_peer") if fault == "watch" else (thread, "start")
-    monkeypatch.setattr(*refused, refuse)
+    monkeypatch.setattr(*refused, mock.Mock(side_effect=RuntimeError("too many of them")))
     with pytest.raises(RuntimeError, match="too many of them"):
         worker_client.WorkerProcess(settings(), program=fake_worker("time.sleep(99)"))
     assert len(started) == (fault == "watch")

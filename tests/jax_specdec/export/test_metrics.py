@@ -56,13 +56,9 @@ def test_prometheus_text_of_several_rings_and_of_none():
 
 def test_every_rank_has_its_numbers():
     texts = []
-
-    def meddle(scene, n):
-        texts.append(status_text(scene.engine.status))
-
     scene = Scene(num_ranks=2, num_prefill_ranks=1, faults={1: [3]}, on_worker_loss="restart",
                   resume_lost=True, restart_delay=0)  # fmt: skip
-    scene.run(long_requests(), meddle)
+    scene.run(long_requests(), lambda scene, n: texts.append(status_text(scene.engine.status)))
     samples = samples_of(status_text(scene.engine.status))
     sent = [scene.workers[place].sent for place in (0, 3, 2)]  # 3 took the place of 1
     for name, values in (

@@ -4,6 +4,7 @@ import os
 import subprocess
 import threading
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 
@@ -80,9 +81,7 @@ def test_a_process_that_is_about_to_end_is_waited_for(places):
 
 
 def test_where_nobody_knows_who_lives_nothing_is_removed(places, monkeypatch, caplog):
-    def unknown(*_):
-        raise RingError("mount the /proc of this pid namespace")
-
+    unknown = mock.Mock(side_effect=RingError("mount the /proc of this pid namespace"))
     ring = ring_of(replace(current_process(), start_time=1), places["rings"])
     monkeypatch.setattr(doctor, "current_process", unknown)
     remove_host_leftovers(**places)

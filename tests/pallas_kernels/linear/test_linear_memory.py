@@ -76,10 +76,7 @@ def check(call, rows, width, size, dtype, beside=0):
     ],
 )
 def test_forward(rows, width, size, k, dtype):
-    def call(hidden, head, ids):
-        return linear_topk_logprobs(hidden, head, ids, k, logits_dtype=dtype)
-
-    check(call, rows, width, size, dtype)
+    check(lambda *x: linear_topk_logprobs(*x, k, logits_dtype=dtype), rows, width, size, dtype)
 
 
 @pytest.mark.parametrize(

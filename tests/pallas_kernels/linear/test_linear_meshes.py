@@ -114,10 +114,7 @@ def test_inside_shard_map_with_padding(in_columns):
     real = {**arrays, "head": arrays["head"][:vocab], "bias": arrays["bias"][:vocab]}
     right = jax.jit(call)(real)
     arrays["head"] = np.where(np.arange(V)[:, None] < vocab, arrays["head"], np.float32(np.nan))
-
-    def local(arrays):
-        return call(arrays, axis_name="model", vocab_size=vocab)
-
+    local = functools.partial(call, axis_name="model", vocab_size=vocab)
     specs = {name: P("model") if name in ("head", "bias") else P() for name in arrays}
     mapped = jax.shard_map(local, mesh=users_mesh("automatic"), in_specs=(specs,), out_specs=P())
     found = jax.jit(mapped)(arrays)

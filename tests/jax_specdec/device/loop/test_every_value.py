@@ -133,11 +133,7 @@ def test_every_value(name):
 @pytest.mark.slow
 def test_a_row_off_by_one_would_be_noticed():
     """The control of the check above."""
-
-    def shifted(output):
-        return output._replace(logits=jnp.roll(output.logits, 1, axis=1))
-
-    result = run(plain(), "mtp", distort=shifted)
+    result = run(plain(), "mtp", distort=lambda x: x._replace(logits=jnp.roll(x.logits, 1, axis=1)))
     with pytest.raises(AssertionError):
         in_mode.check_records(result, plain())
 

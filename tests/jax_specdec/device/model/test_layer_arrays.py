@@ -1,7 +1,5 @@
 """A CPU's decoder with an array for each layer's matrix: the same numbers, and no copy."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -64,14 +62,9 @@ def test_layers_of_arrays_have_the_same_logits(shape, slots, positions):
 
 def copies(params):
     """Instructions of a compiled step that make a whole matrix of a layer."""
-    step = functools.partial(llama.forward, config=PLAIN)
-    tokens = jnp.zeros((2, 1), jnp.int32)
-    arguments = params, tokens, tokens, init_cache(PLAIN, 2, T)
-
-    def call(params, tokens, positions, cache):
-        return step(params, tokens=tokens, positions=positions, cache=cache)
-
-    text = jax.jit(call).lower(*arguments).compile().as_text()
+    tokens, cache = jnp.zeros((2, 1), jnp.int32), init_cache(PLAIN, 2, T)
+    step = jax.jit(llama.forward, static_argnums=1)
+    text = step.lower(params, PLAIN, tokens, tokens, cache).compile().as_text()
     e, f = PLAIN.hidden_size, PLAIN.intermediate_size
     shapes = [f"f32[{lead}{a},{b}]" for lead in ("", "1,") for a, b in ((e, f), (f, e))]
     made = [line.split(" = ")[1] for line in text.splitlines() if " = " in line]

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import threading
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -198,16 +199,10 @@ def test_a_ladder_serves_all_that_is_declared(asked):
 def test_a_rung_that_cannot_be_compiled_is_named(monkeypatch):
     """Where it is traced, and where it is compiled."""
     local = make(serves=Serves.of([SamplingParams(logprobs=2)]))
-
-    def fails(*traced):
-        raise RuntimeError("no room")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(prepared, "compiled_anew", fails)
-        with pytest.raises(
-            CannotCompile, match=r"prompts: .* cannot be compiled: RuntimeErr.*no r"
-        ):
-            prepare(local)
+    said = r"prompts: .* cannot be compiled: RuntimeErr.*no r"
+    fails = mock.patch.object(prepared, "compiled_anew", side_effect=RuntimeError("no room"))
+    with fails, pytest.raises(CannotCompile, match=said):
+        prepare(local)
     batch = prepared.compile_batch
 
     def of_logprobs(programs, kind, *more):
@@ -308,14 +303,12 @@ def test_a_successor_has_what_waiting_requests_need_first(first):
 
 
 def test_a_program_that_cannot_be_compiled_beside_is_named(monkeypatch):
-    def failing(*arguments):
-        raise ValueError("too large")
-
     local = make()
     worker, params = local.worker, SamplingParams()
     settings = WorkerConfig(vocab_size=9)
     kinds = worker_process.kinds_before_ready(settings, Serves.of([params]), worker)
     worker_process.compile_served(worker, ProcessStats(), lambda worker: kinds)
+    failing = mock.Mock(side_effect=ValueError("too large"))
     monkeypatch.setattr(worker_process, "compile_one", failing)
     beside = worker_process.compile_beside(worker, kinds)
     beside.start()
