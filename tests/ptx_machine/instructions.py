@@ -6,20 +6,9 @@ from functools import partial
 
 import numpy as np
 
-from . import arithmetic, undefined, warps
+from . import arithmetic, parser, undefined, warps
 from .memory import Buffer
-from .parser import (
-    KINDS,
-    SHARED_VARIABLE,
-    TYPES,
-    Address,
-    Instruction,
-    Operand,
-    PtxError,
-    Register,
-    Symbol,
-    Vector,
-)  # fmt: skip
+from .parser import KINDS, TYPES, Operand, PtxError, Register, Symbol, Vector
 from .threads import SHARED_BASE, Threads
 
 ACCESS = re.compile(r"(ld|st)(?:\.relaxed\.gpu)?(\.global|\.shared)?(?:\.v(2|4))?\.(b16|b32|b64)$")
@@ -32,7 +21,7 @@ Step = Callable[[], None]
 Places = Callable[[], list[tuple[Buffer, np.ndarray, np.ndarray]]]
 
 
-def bind(threads: Threads, instruction: Instruction) -> Step | None:
+def bind(threads: Threads, instruction: parser.Instruction) -> Step | None:
     """The function that executes an instruction; None if the scheduler does."""
     opcode, operands = instruction.opcode, instruction.operands
     if opcode in ("bra", "bra.uni", "ret", "bar.sync", *ARRIVE, *WAIT):
@@ -100,7 +89,7 @@ def _compute(threads: Threads, opcode: str, to: Operand, *sources: Operand) -> S
 
 def _parameter(threads: Threads, to: Operand, place: Operand) -> Step:
     names = list(threads.program.parameters)
-    if not isinstance(place, Address) or place.base not in names or place.offset:
+    if not isinstance(place, parser.Address) or place.base not in names or place.offset:
         raise PtxError("no such parameter")
     number = names.index(place.base)
     value = np.uint64(((number + 1) << REGION) + threads.launch.buffers[number].base)
@@ -162,9 +151,9 @@ def _atomic_addition(threads: Threads, to: Operand, place: Operand, value: Opera
 
 def _places(threads: Threads, place: Operand, shared: bool, first: int = 0) -> Places:
     """What the running lanes access, beginning with the `first`: buffers, lanes, their offsets."""
-    if not isinstance(place, Address):
+    if not isinstance(place, parser.Address):
         raise PtxError("an address wanted")
-    if place.base == SHARED_VARIABLE:
+    if place.base == parser.SHARED_VARIABLE:
         if not shared:
             raise PtxError("shared memory by a generic address: not known to the machine")
         get = threads.source(Symbol(place.base), "d")

@@ -6,22 +6,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from . import undefined
+from . import parser, undefined
 from .arithmetic import Hardware, halves, joined
 from .memory import Buffer, stamp
-from .parser import (
-    BITS,
-    KINDS,
-    SHARED_VARIABLE,
-    TYPES,
-    Immediate,
-    Operand,
-    Program,
-    PtxError,
-    Register,
-    Symbol,
-    Vector,
-)  # fmt: skip
+from .parser import KINDS, TYPES, Operand, PtxError, Register, Symbol, Vector
 
 WARP = 32
 SHARED_BASE = 1024  # where dynamic shared memory starts; the driver has the memory before it
@@ -52,7 +40,7 @@ class _Registers(dict[str, np.ndarray]):
 class Threads:
     """A lane for each thread of a batch of CTAs; `start` begins with other CTAs."""
 
-    def __init__(self, program: Program, launch: Launch, hardware: Hardware) -> None:
+    def __init__(self, program: parser.Program, launch: Launch, hardware: Hardware) -> None:
         self.program, self.launch, self.hardware = program, launch, hardware
         if len(launch.buffers) != len(program.parameters):
             raise PtxError(
@@ -151,13 +139,13 @@ class Threads:
         if isinstance(operand, Vector) and len(operand.items) == 2 and letter in HALVES:
             parts = [self.source(x, HALVES[letter], use) for x in operand.items]
             return lambda: self._joined([get() for get in parts], dtype)
-        if isinstance(operand, Immediate):
-            size = BITS[letter]
+        if isinstance(operand, parser.Immediate):
+            size = parser.BITS[letter]
             if not -(2 ** (size - 1)) <= operand.value < 2**size:
                 raise PtxError(f"{operand.value} does not fit into {size} bits")
             constant = np.asarray(operand.value % 2**size, dtype)
             return lambda: (constant, None)
-        if isinstance(operand, Symbol) and operand.name == SHARED_VARIABLE:
+        if isinstance(operand, Symbol) and operand.name == parser.SHARED_VARIABLE:
             base = np.asarray(SHARED_BASE, dtype)
             return lambda: (base, None)
         if not isinstance(operand, Register):
