@@ -96,6 +96,21 @@ gc.set_threshold(100_000, 50, 50)
 # Beside the devices nothing is compiled but by these: all else there is fast.
 COMPILED = {"device", "adapters", "test_compiled_programs.py", "test_engine.py"}
 
+# Files in other rooms all of whose tests are fast.
+FAST = {
+    ".": "changed_lanes constants install_advice kernels_weight of_tests "
+         "public_names release words",
+    "bench": "aot aot_check drafts pictures readme report",
+    "bench/loop": "suite",
+    "docs": "chips_page fences field_docs figures_of_pages linked_tests",
+    "jax_specdec/device/drafting": "drafters",
+    "jax_specdec/device/loop": "host_slots",
+    "jax_specdec/device/messages": "batch_options pack",
+    "jax_specdec/device/worker": "compilations grammars kept_kinds ladder plugin_messages",
+    "pallas_kernels": "digests jax_modes proved refusals",
+    "pallas_kernels/linear": "linear_refusals",
+}  # fmt: skip
+
 # Of what is lowered for chips that are not here, and of meshes: what is not fast has its own lane.
 CHIPS = {"mosaic_tpu", "meshes", "test_linear_meshes.py"}
 
@@ -132,7 +147,9 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: str(item.path.parent.relative_to(ROOT / "tests")) not in LONG)
     for item in items:
         room, *rest = item.path.relative_to(ROOT / "tests").parts
-        if room in ("ipc", "jax_specdec") and COMPILED.isdisjoint(rest):
+        folder = item.path.parent.relative_to(ROOT / "tests").as_posix()
+        is_fast = item.path.stem.removeprefix("test_") in FAST.get(folder, "").split()
+        if is_fast or (room in ("ipc", "jax_specdec") and COMPILED.isdisjoint(rest)):
             item.add_marker("fast")
         if not CHIPS.isdisjoint(rest) and not item.get_closest_marker("fast"):
             item.add_marker("chips")

@@ -9,7 +9,6 @@ import pytest
 
 from tests.support.paths import ROOT
 
-pytestmark = pytest.mark.fast
 LANES = ["ptx-rows", "ptx-groups", "ptx-draw"]
 GREEN = runpy.run_path(str(ROOT / ".ci/green.py"))
 

@@ -3,11 +3,8 @@
 import ast
 from collections import defaultdict
 
-import pytest
-
 from tests.support.import_rules import PACKAGES, modules
 
-pytestmark = pytest.mark.fast
 UNITS = ("_SECONDS", "_MS", "_NS")
 
 

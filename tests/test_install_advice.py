@@ -8,12 +8,8 @@ its extra.
 import re
 import tomllib
 
-import pytest
-
 from tests.support.pages import PAGES
 from tests.support.paths import ROOT
-
-pytestmark = pytest.mark.fast
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]

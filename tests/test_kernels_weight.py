@@ -7,12 +7,9 @@ import ast
 import sys
 
 import numpy as np
-import pytest
 
 from pallas_kernels import topk_logprobs
 from tests.support.paths import ROOT
-
-pytestmark = pytest.mark.fast
 
 HOUSE = ROOT / "pallas_kernels"
 MOST_FILES = 16  # beside each other, except `__init__.py`

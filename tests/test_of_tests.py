@@ -6,7 +6,6 @@ import pytest
 
 from tests.support.paths import ROOT
 
-pytestmark = pytest.mark.fast
 LONGEST = 60  # letters of a test's name
 MOST_PRIVATE = 80  # uses of another object's private attribute, in all tests
 # Of named tuples, and of the protocols of others: public, in spite of their underscore.

@@ -3,11 +3,8 @@
 import ast
 from collections import defaultdict
 
-import pytest
-
 from tests.support.import_rules import PACKAGES, modules
 
-pytestmark = pytest.mark.fast
 # Names that several modules bind, by who has them.
 FORMS = {
     "commands": {"HELP", "add", "run"},

@@ -10,8 +10,6 @@ import pytest
 from tests.support import compatibility
 from tests.support.paths import ROOT
 
-pytestmark = pytest.mark.fast
-
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 

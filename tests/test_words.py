@@ -2,11 +2,8 @@
 
 import ast
 
-import pytest
-
 from tests.support.import_rules import PACKAGES, modules
 
-pytestmark = pytest.mark.fast
 WORDS = {
     "found", "one", "given", "kept", "own", "left", "whole", "each", "known", "mine", "every",
     "here", "said", "nothing", "asked", "wanted",

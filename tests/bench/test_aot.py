@@ -15,8 +15,6 @@ from pallas_kernels.backends.mosaic_gpu.schedule import (
 from pallas_kernels.testing import chips
 from pallas_kernels.testing.shapes import Shape
 
-pytestmark = pytest.mark.fast
-
 NONE = 7  # no scoreboard
 CHIP = model.chip("H100")
 

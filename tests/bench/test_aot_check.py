@@ -9,7 +9,6 @@ from bench.aot_check import Taken
 from pallas_kernels.testing import checks, pieces, times
 from pallas_kernels.testing.shapes import Shape
 
-pytestmark = pytest.mark.fast
 SHAPE = Shape(5, 2050, 0, "bfloat16")
 
 

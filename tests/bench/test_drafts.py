@@ -8,8 +8,6 @@ import pytest
 from bench import drafts
 from bench.timing import BenchError
 
-pytestmark = pytest.mark.fast
-
 
 def engine(*steps):
     """One whose steps make these numbers of tokens, and end so many requests."""

@@ -12,8 +12,6 @@ from bench.comparison import from_samples
 from bench.panels import Bars, Curves, Ratios, panels_of
 from bench.progress import rounds_of
 
-pytestmark = pytest.mark.fast
-
 
 def kernel(rows, k, seconds=1e-3):
     shape = f"Shape(rows={rows}, vocabulary=151936, k={k}, dtype='float32')"

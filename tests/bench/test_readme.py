@@ -8,7 +8,6 @@ from bench import __main__ as bench
 from bench import host, readme, report
 from bench.comparison import Target, from_samples
 
-pytestmark = pytest.mark.fast
 MACHINE = {
     "cpus": 2, "processor": "a test's", "load before": 0.5, "versions": {"jax": "0.10.2"},
 }  # fmt: skip

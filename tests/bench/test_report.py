@@ -3,15 +3,11 @@
 import re
 from dataclasses import replace
 
-import pytest
-
 from bench import __main__ as bench
 from bench import report
 from bench.comparison import Target, from_samples
 from bench.files import read_json, write_json
 from tests.support.paths import ROOT
-
-pytestmark = pytest.mark.fast
 
 
 def results(folder, date, *comparisons):

@@ -8,7 +8,6 @@ from jax_specdec.cli.device_report import Report
 from pallas_kernels.testing.chips import GPUS
 from tests.support.pages import DOCS, cells
 
-pytestmark = pytest.mark.fast
 REPORTS = DOCS / "reports"
 
 

@@ -12,7 +12,6 @@ from jax_specdec.cli import main as command_line
 from tests.support.pages import PAGES, blocks
 from tests.support.paths import ROOT
 
-pytestmark = pytest.mark.fast
 KINDS = re.compile(r"python(?: examples/\w+\.py)?|text|bash|json|\{[\w-]+\}.*")
 EXCERPT = re.compile(r"^```python (examples/\w+\.py)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 EXCERPTS = [

@@ -12,7 +12,6 @@ import pytest
 from ipc.field_docs import with_field_docs
 from pallas_kernels.contract import field_docs as of_kernels
 
-pytestmark = pytest.mark.fast
 ALIAS = "Alias for field number"
 DOORS = (
     "jax_specdec.engine", "jax_specdec.export", "jax_specdec.device", "jax_specdec.device.drafting",

@@ -13,8 +13,6 @@ from jax_specdec.engine.errors import RequestError
 from jax_specdec.ray import RayConfig
 from tests.support.pages import DOCS, cells, python_blocks, rows_of
 
-pytestmark = pytest.mark.fast
-
 
 def value(cell):
     return eval(cell, {"__builtins__": {}})  # "2**31 - 1"

@@ -9,8 +9,6 @@ from tests.support.paths import ROOT
 sys.path.insert(0, str(ROOT / "docs"))
 from linked_tests import NAMES, places_of_tests, repository, with_links
 
-pytestmark = pytest.mark.fast
-
 
 def test_tests_and_methods_and_aliases_have_places(tmp_path):
     path = tmp_path / "tests/a/test_ring.py"

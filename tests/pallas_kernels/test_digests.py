@@ -12,7 +12,6 @@ from pallas_kernels.meshes.placement import WHOLE
 from pallas_kernels.sampling import Drafts, Sampling, emitted_logprobs, row_ids_of, verify
 from pallas_kernels.topk.digests import digests_of_part
 
-pytestmark = pytest.mark.fast
 CODES = {"bfloat16": 1, "float16": 2, "float32": 3}
 SALTS = 0x9E3779B9, 0x7F4A7C15
 

@@ -13,8 +13,6 @@ from tests.support.compiled_here import compiled_here
 from tests.support.door_calls import door_calls
 from tests.support.jax_modes import MODES
 
-pytestmark = pytest.mark.fast
-
 TYPES = "TopkLogprobs", "VocabShard", "CompactQ", "DenseQ", "Verified", "RowsRead", "Truncation"
 # Of a context, of this process's devices, and of a caller's own `shard_map`.
 OTHERS = "use_implementation", "gpu_obstacle", "vary_like"

@@ -16,7 +16,6 @@ from pallas_kernels.backends.mosaic_gpu import limits
 from pallas_kernels.testing import ground, pieces
 from tests.support import lowered
 
-pytestmark = pytest.mark.fast
 X, IDS = jnp.zeros((4, 4096), jnp.float32), jnp.zeros(4, jnp.int32)
 KERNEL = "mosaic_gpu_v2"
 CHIP = "NVIDIA H200"

@@ -7,8 +7,6 @@ import pytest
 from pallas_kernels import topk_logprobs
 from tests.support import shape_checks
 
-pytestmark = pytest.mark.fast
-
 GOOD = {"logits": np.zeros((3, 10), np.float32), "token_ids": np.zeros(3, np.int32), "k": 2}
 
 

@@ -8,8 +8,6 @@ import pytest
 from bench.loop import consumer, content, rig
 from bench.timing import BenchError
 
-pytestmark = pytest.mark.fast
-
 
 def changed(part, **changes):
     """One step of one request."""

@@ -8,8 +8,6 @@ import pytest
 from pallas_kernels import linear_kept_logprobs, linear_topk_logprobs
 from tests.support import shape_checks
 
-pytestmark = pytest.mark.fast
-
 GOOD = {
     "hidden": np.zeros((3, 8), np.float32),
     "head": np.zeros((10, 8), np.float32),

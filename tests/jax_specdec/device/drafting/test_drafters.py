@@ -14,8 +14,6 @@ from jax_specdec.device.drafting.suffix import SuffixDrafter
 from jax_specdec.text import byte_tokens
 from tests.support.draft_contexts import compiled, context
 
-pytestmark = pytest.mark.fast
-
 
 def propose(drafter, seen):
     drafts, _ = compiled(drafter)((), seen)

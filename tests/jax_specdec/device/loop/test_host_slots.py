@@ -13,8 +13,6 @@ from jax_specdec.device.messages.batch_options import Widths
 from jax_specdec.device.messages.logit_changes import changes_size
 from jax_specdec.requests import SamplingParams
 
-pytestmark = pytest.mark.fast
-
 CHANGES = (
     {"presence_penalty": 0.1},
     {"frequency_penalty": -0.1},

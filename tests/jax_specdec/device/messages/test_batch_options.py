@@ -8,8 +8,6 @@ from ipc.wire import LogprobsMode, WireError
 from jax_specdec.device.messages import batch_options
 from jax_specdec.requests import SamplingParams
 
-pytestmark = pytest.mark.fast
-
 RAW, SCALED, PROCESSED = LogprobsMode.RAW, LogprobsMode.SCALED, LogprobsMode.PROCESSED
 V = 7
 

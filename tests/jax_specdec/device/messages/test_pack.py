@@ -31,8 +31,6 @@ from tests.support import quick_compile
 from tests.support.random_kept import random_kept
 from tests.support.random_messages import VOCABULARY, random_params, random_target_slot
 
-pytestmark = pytest.mark.fast
-
 B, S, K, C, V, M = 4, 5, 3, 2, 1000, VOCABULARY
 
 

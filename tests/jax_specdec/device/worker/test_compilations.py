@@ -11,8 +11,6 @@ from jax_specdec.control import Phase, ProcessStats
 from jax_specdec.device.worker import compilations
 from tests.support.processes import in_thread
 
-pytestmark = pytest.mark.fast
-
 
 class Noted(ProcessStats):
     """ProcessStats that keep all that was said."""

@@ -14,7 +14,6 @@ from tests.support import letters
 from tests.support.decoding import Local, random_model, request, run, tokens_of
 from tests.support.letters import END, WORDS_PATTERN, text_of
 
-pytestmark = pytest.mark.fast
 PROMPT = [1, 2, 3, 1, 2, 3, 1]
 GRAMMAR = {"structured": WORDS_PATTERN, "stop_token_ids": (END,), "max_tokens": 20}
 

@@ -21,7 +21,6 @@ from tests.support.compiled_here import compiled_here
 from tests.support.decoding import Local, request
 from tests.support.processes import output_of
 
-pytestmark = pytest.mark.fast
 PROMPT = [1, 2, 3, 1, 2, 3, 1]
 GRAMMAR = {"structured": letters.WORDS_PATTERN, "stop_token_ids": (letters.END,)}
 ASKED = ({"logprobs": 2}, {"temperature": 0.7, "seed": 5}, {"prompt_logprobs": 1}, GRAMMAR)

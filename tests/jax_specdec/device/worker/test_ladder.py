@@ -29,7 +29,6 @@ from tests.support.asking import params
 from tests.support.compiled_here import compiled_here
 from tests.support.decoding import Local, request, tokens_of
 
-pytestmark = pytest.mark.fast
 PROMPT = [1, 2, 3, 1, 2, 3, 1]
 GRAMMAR = {"structured": letters.WORDS_PATTERN, "stop_token_ids": (letters.END,)}
 # What a request may ask for, one after another and together.

@@ -4,12 +4,9 @@ import inspect
 import io
 import logging
 
-import pytest
 from jax._src import xla_bridge
 
 from jax_specdec.device.worker.plugin_messages import SPEAKER, Shortened
-
-pytestmark = pytest.mark.fast
 
 
 def said_of(plugin, files):
