@@ -161,8 +161,12 @@ PROBS = np.full((2, 2, V), 1 / V, np.float32)
 def test_a_q_that_is_no_distribution_is_refused(q, complaints):
     _, given = right()["verify"]
     drafts = Drafts(given["drafts"].token_ids, jnp.array([2, 2], jnp.int32), q)
+    refused(complaints, lambda: sampling.verify(**given | {"drafts": drafts}))
+
+
+def refused(complaints, call):
     with pytest.raises((ValueError, TypeError)) as error:
-        sampling.verify(**given | {"drafts": drafts})
+        call()
     for text in complaints:
         assert text in str(error.value)
 
@@ -195,10 +199,7 @@ def test_a_q_that_nobody_looks_at_may_be_anything():
     ({"key": jax.random.PRNGKey(0).astype(jnp.int32)}, ("key is of int32",)),
 ])  # fmt: skip
 def test_parameters_without_a_meaning_are_refused(options, complaints):
-    with pytest.raises((ValueError, TypeError)) as error:
-        Sampling.of(2, **options)
-    for text in complaints:
-        assert text in str(error.value)
+    refused(complaints, lambda: Sampling.of(2, **options))
 
 
 def test_key_data_that_is_no_seed_a_slot_is_refused():

@@ -7,10 +7,11 @@ import contextlib
 import importlib
 import importlib.util
 import sys
+from collections import namedtuple
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 PACKAGES = ("vllm", "torch", "torchax", "qwix", "transformers", "pathwaysutils", "ray", "zmq",
             "cloudpickle", "numba", "safetensors", "huggingface_hub", "PIL")  # fmt: skip
@@ -76,13 +77,8 @@ class Finder(MetaPathFinder, Loader):
         """Nothing is left to do."""
 
 
-class LogprobsTensors(NamedTuple):
-    """vLLM's."""
-
-    logprob_token_ids: Any
-    logprobs: Any
-    selected_token_ranks: Any
-    cu_num_generated_tokens: Any = None
+COLUMNS = "logprob_token_ids", "logprobs", "selected_token_ranks", "cu_num_generated_tokens"
+LogprobsTensors = namedtuple("LogprobsTensors", COLUMNS, defaults=[None])  # vLLM's
 
 
 sys.meta_path.insert(0, Finder())

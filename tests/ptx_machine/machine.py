@@ -6,7 +6,7 @@ wait at another one, are an error. Warp instructions wait for the lanes that the
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,12 +16,11 @@ from .threads import Hardware, Launch, Threads
 from .warps import MissingLane
 
 
-@dataclass
-class Counts:
-    """Counts of a run, summed over its batches."""
+class Counts(NamedTuple):
+    """Counts of a run."""
 
-    instructions: int = 0  # issued, for all threads at once
-    barriers: int = 0  # passed by the CTA that passed most
+    instructions: int  # issued, for all threads at once; summed over its batches
+    barriers: int  # passed by the CTA that passed most
 
 
 class Machine:
@@ -35,19 +34,18 @@ class Machine:
             x: self.threads.source(Register(x), "p", "a branch or a guard")
             for x in {x.guard for x in program.instructions if x.guard}
         }
-        self.counts = Counts()
 
-    def run(self, ctas: Sequence[int]) -> None:
+    def run(self, ctas: Sequence[int]) -> Counts:
         """These CTAs, together."""
         self.threads.start(ctas)
-        self.counts.instructions = 0
+        self.instructions = 0
         # Threads that can run, by program counter; those at barriers, alike.
         self.groups: dict[int, np.ndarray] = {0: self.threads.everyone}
         self.waiting: dict[int, np.ndarray] = {}
         self.at_cluster: dict[int, np.ndarray] = {}  # those at barriers of their cluster
         with np.errstate(all="ignore"):
             self._run()
-        self.counts.barriers = int(self.threads.epochs.max())
+        return Counts(self.instructions, int(self.threads.epochs.max()))
 
     def _run(self) -> None:
         """`late`: where a warp instruction waits for lanes that are elsewhere, and what is wrong
@@ -75,7 +73,7 @@ class Machine:
             if pc in groups:
                 self._go(pc, mask)
                 continue
-            self.counts.instructions += 1
+            self.instructions += 1
             self._control(code[pc], pc, mask)
             self._pass_cluster_barrier()
         if self.waiting or self.at_cluster:
@@ -88,8 +86,8 @@ class Machine:
 
     def _step(self, pc: int) -> None:
         threads = self.threads
-        self.counts.instructions += 1
-        if self.counts.instructions > threads.hardware.max_instructions:
+        self.instructions += 1
+        if self.instructions > threads.hardware.max_instructions:
             raise PtxError(f"more than {threads.hardware.max_instructions} instructions")
         instruction = self.program.instructions[pc]
         mask = threads.mask
@@ -175,10 +173,6 @@ def run(
     program: Program, launch: Launch, batches: Sequence[Sequence[int]], hardware: Hardware
 ) -> Counts:
     """Run all CTAs of a launch: batch after batch, the CTAs of a batch in step."""
-    total = Counts()
     machine = Machine(program, launch, hardware)
-    for batch in batches:
-        machine.run(batch)
-        total.instructions += machine.counts.instructions
-        total.barriers = max(total.barriers, machine.counts.barriers)
-    return total
+    instructions, barriers = zip(*map(machine.run, batches), strict=True)
+    return Counts(sum(instructions), max(barriers))

@@ -335,38 +335,28 @@ KINDS = """
   %15 = getelementptr i32, ptr %13, i32 1
   store i32 0, ptr %15, align 4
 """
-# As three versions of jax write it: what differs.
+LAUNCH = f"@mosaic_gpu_launch_kernel(ptr %0, {NUMBERS}"
+SPEC = f"@mosaic_gpu_build_kernel_spec(ptr %0, {NUMBERS}, i32 0, i32 2, ptr %8, ptr %13)"
+# As three versions of jax write it: the kind, arguments, their arrays, more, the launch, the end.
+OF_THREE = "ptr %0, ptr %1, ptr %2", "%2", ""
 DIALECTS = {
-    "0.10": {
-        "kind": "void", "arguments": "ptr %0, ptr %1, ptr %2", "arrays": "%2", "more": "",
-        "launch": f"call void @mosaic_gpu_launch_kernel(ptr %0, {NUMBERS}, ptr %1, ptr %8)",
-        "end": "ret void",
-    },
-    "0.11": {
-        "kind": "i32", "arguments": "ptr %0, ptr %1, ptr %2", "arrays": "%2", "more": "",
-        "launch": "%13 = call i32 @mosaic_gpu_launch_kernel("
-                  f"ptr %0, {NUMBERS}, i32 0, ptr %1, ptr %8)",
-        "end": "ret i32 %13",
-    },
-    "0.12": {
-        "kind": "void", "arguments": "ptr %0, ptr %1", "arrays": "%1", "more": KINDS,
-        "launch": "call void @mosaic_gpu_build_kernel_spec("
-                  f"ptr %0, {NUMBERS}, i32 0, i32 2, ptr %8, ptr %13)",
-        "end": "ret void",
-    },
-}  # fmt: skip
+    "0.10": ("void", *OF_THREE, f"call void {LAUNCH}, ptr %1, ptr %8)", "ret void"),
+    "0.11": ("i32", *OF_THREE, f"%13 = call i32 {LAUNCH}, i32 0, ptr %1, ptr %8)", "ret i32 %13"),
+    "0.12": ("void", "ptr %0, ptr %1", "%1", KINDS, f"call void {SPEC}", "ret void"),
+}
 
 
 def host_code(version):
     text = HOST
-    for name, value in DIALECTS[version].items():
+    names = "kind", "arguments", "arrays", "more", "launch", "end"
+    for name, value in zip(names, DIALECTS[version], strict=True):
         text = text.replace(f"{{{name}}}", value)
     return "\n".join(line for line in text.splitlines() if line.strip())
 
 
 @pytest.mark.parametrize("version", DIALECTS)
 def test_how_a_kernel_is_launched(version):
-    text, launch = host_code(version), f"  {DIALECTS[version]['launch']}\n"
+    text, launch = host_code(version), f"  {DIALECTS[version][4]}\n"
     assert host.read(text) == host.HostCode((4, 3, 1), 1, 128, 2048, (1, 0))
     assert host.read(text.replace("i32 0, i32 0, i32 0", "i32 4, i32 1, i32 1")).cluster == 4
     refused = [

@@ -170,10 +170,9 @@ class Threads:
 
     def _joined(self, parts: Sequence[Bits], dtype: type) -> Bits:
         (low, high), masks = zip(*parts, strict=True)
-        if all(mask is None for mask in masks):
-            return joined(low, high, dtype), None
-        known = [np.zeros_like(low) if mask is None else mask for mask in masks]
-        return joined(low, high, dtype), joined(*known, dtype)
+        bits = [np.zeros_like(low) if mask is None else mask for mask in masks]
+        undefined = any(mask is not None for mask in masks)
+        return joined(low, high, dtype), joined(*bits, dtype) if undefined else None
 
     def destination(self, operand: Operand, letter: str) -> Put:
         """How a result of this kind is written in the running threads."""

@@ -84,17 +84,15 @@ def pieces_bpe(*special_names):
     return made
 
 
-STRIPPED = (decoders.Fuse(), decoders.Strip(" ", 1, 0))
+OF_PIECES = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+STRIPPED = decoders.Sequence([*OF_PIECES, decoders.Strip(" ", 1, 0)])
 
 
 def llama2():
     made = pieces_bpe("<unk>", "<s>", "</s>")
-    made.normalizer = normalizers.Sequence([
-        normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")
-    ])  # fmt: skip
-    made.decoder = decoders.Sequence([
-        decoders.Replace("▁", " "), decoders.ByteFallback(), *STRIPPED
-    ])  # fmt: skip
+    marked = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    made.normalizer = normalizers.Sequence(marked)
+    made.decoder = STRIPPED
     beginning(made, "<s>")
     return made
 
@@ -102,9 +100,7 @@ def llama2():
 def mistral():
     made = pieces_bpe("<unk>", "<s>", "</s>", "[INST]", "[/INST]")
     made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-    made.decoder = decoders.Sequence([
-        decoders.Replace("▁", " "), decoders.ByteFallback(), *STRIPPED
-    ])  # fmt: skip
+    made.decoder = STRIPPED
     beginning(made, "<s>")
     return made
 
@@ -114,9 +110,7 @@ def gemma():
     made = pieces_bpe("<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>")
     made.normalizer = normalizers.Replace(" ", "▁")
     made.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
-    made.decoder = decoders.Sequence([
-        decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()
-    ])  # fmt: skip
+    made.decoder = decoders.Sequence(OF_PIECES)
     made.add_tokens(plain(*("▁" * n for n in range(2, 9)), "\n\n", "\n\n\n", "<table>"))
     beginning(made, "<bos>")
     return made

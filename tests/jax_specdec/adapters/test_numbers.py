@@ -68,9 +68,8 @@ def test_logprobs_of_accepted_drafts_come_request_by_request(dp_size):
 
 
 # What vLLM's has.
-LogprobsTensors = namedtuple(
-    "LogprobsTensors", ("logprob_token_ids", "logprobs", "selected_token_ranks")
-)
+COLUMNS = "logprob_token_ids", "logprobs", "selected_token_ranks"
+LogprobsTensors = namedtuple("LogprobsTensors", COLUMNS)
 
 
 @pytest.mark.parametrize("name", ["", "prompt_"])

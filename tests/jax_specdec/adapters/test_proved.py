@@ -92,17 +92,16 @@ def test_another_function_is_refused_by_name_before_a_change(release, old, new, 
         assert theirs().__module__ == "tunix.rl.algo_core"
 
 
+OTHERS = "its results on eight rows are others"
+
+
 @pytest.mark.parametrize(
     ("old", "new", "why"),
     [
-        ("return -jnp", "return -2 * jnp", "its results on eight rows are others"),
-        ("axis=-1)\n\n", "axis=-1)[None]\n\n", "its results on eight rows are others"),
-        (
-            "probs = jax.nn.softmax(log_probs)",
-            "probs, log_probs = _half(log_probs)",
-            "its results on eight rows are others",
-        ),
-        ("return -jnp", "return (), -jnp", "its results on eight rows are others"),
+        ("return -jnp", "return -2 * jnp", OTHERS),
+        ("axis=-1)\n\n", "axis=-1)[None]\n\n", OTHERS),
+        ("probs = jax.nn.softmax(log_probs)", "probs, log_probs = _half(log_probs)", OTHERS),
+        ("return -jnp", "return (), -jnp", OTHERS),
         ("return -jnp", "return nothing + -jnp", "it fails on eight rows (name 'nothing' is not"),
     ],
 )

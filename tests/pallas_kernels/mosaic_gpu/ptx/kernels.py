@@ -36,8 +36,12 @@ BETWEEN = 256  # bytes: what lies between kernels, and results
 PROMISE = re.compile(r"align (\d+) dereferenceable")
 
 
-def promised(device: compile_target.CompileTarget) -> set[int]:
-    """All alignments that kernels of a program with arguments, results and more rely on."""
+def report_alignment(device: compile_target.CompileTarget) -> int:
+    """Print what alignments kernels of a program with arguments, results and more rely on.
+
+    1 if they are not what the machine of the tests takes for granted. From jax 0.11 on XLA may dump
+    no LLVM IR to read them in.
+    """
 
     def program(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
         between = jnp.sort(x, axis=1)[:, :3]  # sorted, and so not fused with what comes after
@@ -48,20 +52,12 @@ def promised(device: compile_target.CompileTarget) -> set[int]:
         options = {"xla_dump_to": directory, "xla_dump_hlo_as_text": True}
         lowered.compile(compiler_options=options)
         texts = [path.read_text() for path in Path(directory).glob("*ir-no-opt.ll")]
-    return {int(found) for text in texts for found in PROMISE.findall(text)}
-
-
-def report_alignment(device: compile_target.CompileTarget) -> int:
-    """Print what is promised; 1 if it is not what the machine of the tests takes for granted.
-
-    From jax 0.11 on XLA may dump no LLVM IR to read it in.
-    """
-    found = promised(device)
-    if jax.__version_info__ >= (0, 11) and not found:
+    promised = {int(found) for text in texts for found in PROMISE.findall(text)}
+    print(f"XLA aligns buffers to {sorted(promised)} bytes")
+    if jax.__version_info__ >= (0, 11) and not promised:
         print("XLA dumps no LLVM IR here: how it aligns buffers is known by jax 0.10 alone")
         return 0
-    print(f"XLA aligns buffers to {sorted(found)} bytes")
-    return int(found != {ARGUMENT, BETWEEN})
+    return int(promised != {ARGUMENT, BETWEEN})
 
 
 class Compiled(NamedTuple):
