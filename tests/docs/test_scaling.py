@@ -19,14 +19,9 @@ WORD = 4  # bytes
 @pytest.mark.parametrize(("shards", "rows", "k", "chosen"), [(2, 5, 7, 0), (4, 24, 20, 3)])
 def test_logprobs(shards, rows, k, chosen):
     """Words that are all-reduced, and those that are all-gathered."""
-
-    def call(x, ids, more):
-        return topk_logprobs(
-            x, ids, k, extra_token_ids=more, mesh=mesh_of(shards), axis_name="model"
-        )
-
+    how = {"k": k, "mesh": mesh_of(shards), "axis_name": "model"}
     given = array((rows, 4096), "bfloat16"), array((rows,)), array((rows, chosen))
-    program = compiled(call, *given)
+    program = compiled(lambda x, y, z: topk_logprobs(x, y, extra_token_ids=z, **how), *given)
     digits = num_digits(4096)
     assert digits == 2
     assert bytes_of_a_run(program) == WORD * rows * (2 + chosen + shards * (1 + digits + 2 * k))

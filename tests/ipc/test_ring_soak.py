@@ -13,8 +13,7 @@ import pytest
 
 from ipc import RingReader, RingWriter, errors
 from ipc.doctor import find_ring_files, remove_leftovers
-from tests.support.processes import wait_for
-from tests.support.ring_peer import Killer, Progress, is_intact, payload, start_peer
+from tests.support.ring_peer import Killer, is_intact, payload, record, start_peer
 
 MODES = ("predict", "block", "spin")
 LEAST_MESSAGES = 17  # that have crossed when a process is killed under load
@@ -41,18 +40,6 @@ def start_under_load(rng, side, wait, slots, max_bytes, progress):
     return ring, peer
 
 
-class KillerUnderLoad(Killer):
-    """Kills a process some time after it has moved a number of messages, however slow it is."""
-
-    def __init__(self, pid, delay, progress, messages):
-        self._progress, self._messages = progress, messages
-        super().__init__(pid, delay)
-
-    def run(self):
-        wait_for(lambda: Progress.at(self._progress).done >= self._messages)
-        super().run()
-
-
 def kill_under_load(rng, side, wait, progress):
     """Kill a peer under load; how many messages crossed, and the seconds to notice it.
 
@@ -61,7 +48,7 @@ def kill_under_load(rng, side, wait, progress):
     slots, max_bytes = rng.choice([1, 2, 16]), rng.choice([100, 3000, 200_000])
     ring, peer = start_under_load(rng, side, wait, slots, max_bytes, progress)
     delay, messages = rng.random() * 0.03, rng.randrange(LEAST_MESSAGES, 100)
-    killer, crossed = KillerUnderLoad(peer.pid, delay, progress, messages), 0
+    killer, crossed = Killer(peer.pid, delay, lambda: record(progress)[0] >= messages), 0
     with ring:
         said = f"the {side} .pid {peer.pid}"
         with pytest.raises(errors.PeerDied, match=said) as raised:  # noqa: PT012
@@ -79,12 +66,12 @@ def kill_under_load(rng, side, wait, progress):
                 ring.receive()
     killer.join()
     peer.wait()
-    died, record = raised.value, Progress.at(progress)
+    died, (done, damaged, _) = raised.value, record(progress)
     crossed = died.last_sequence + 1 if side == "consumer" else crossed
     assert (died.side, died.pid, died.last_sequence) == (side, peer.pid, crossed - 1)
     # The peer notes a message after it has crossed: the kill can fall between the two.
-    assert record.done <= crossed <= record.done + 1
-    assert record.damaged == 0
+    assert done <= crossed <= done + 1
+    assert damaged == 0
     nothing_left(peer.pid)
     return crossed, noticed - killer.killed_at
 

@@ -94,8 +94,7 @@ REGISTERS = re.compile(r"\.reg \.(pred|b16|b32|b64)\s+(%[a-z]+)<\d+>;$")
 LABEL = re.compile(r"([$\w]+):$")
 STATEMENT = re.compile(r"(?:@(!?)(%p\d+)\s+)?([a-z][\w.:]*)(?:\s+(.*?))?\s*;$")
 ATOM = re.compile(r"%[a-z_]+\d*(?:\.[xyz])?$")
-FLOAT = re.compile(r"0f([0-9A-Fa-f]{8})$")
-INTEGER = re.compile(r"-?(?:0x[0-9A-Fa-f]+|\d+)$")
+NUMBER = re.compile(r"0f[0-9A-Fa-f]{8}$|-?(?:0x[0-9A-Fa-f]+|\d+)$")
 PLACE = re.compile(r"\[([%$\w]+)(?:\+?(-?\d+))?\]$")
 SHARED_VARIABLE = "__dynamic_shmem__0"
 
@@ -147,10 +146,8 @@ def _operand(text: str, line: int) -> Operand:
         return Vector(tuple(_operand(part.strip(), line) for part in parts))
     if ATOM.match(text):
         return Register(text)
-    if found := FLOAT.match(text):
-        return Immediate(int(found[1], 16))
-    if INTEGER.match(text):
-        return Immediate(int(text, 0))
+    if NUMBER.match(text):
+        return Immediate(int(re.sub("^0f", "0x", text), 0))
     if found := PLACE.match(text):
         return Address(found[1], int(found[2] or 0))
     if re.fullmatch(r"[$\w]+", text):

@@ -10,11 +10,12 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
 from ipc import EndOfStream, PeerClosed, RingReader, RingWriter
 from tests.support.paths import ROOT
+from tests.support.processes import wait_for
 
 _PATTERN = bytes((i * i * 31 + i * 7 + (i >> 8)) & 255 for i in range(1 << 16)) * 18
 
@@ -32,30 +33,20 @@ def is_intact(data: bytes, number: int, max_bytes: int) -> bool:
     return data[:8] == head and memoryview(data)[8:] == body
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+def record(path: Path) -> memoryview:
     """A peer's own record of what it did, in a mapped file that outlives its SIGKILL.
 
-    Attributes:
-      words: messages sent or received, damaged messages, 1 once it ended as it should.
+    Messages sent or received, damaged messages, 1 once it ended as it should.
     """
-
-    words: memoryview
-    done = property(lambda self: self.words[0])
-    damaged = property(lambda self: self.words[1])
-    finished = property(lambda self: self.words[2] == 1)
-
-    @classmethod
-    def at(cls, path: Path) -> "Progress":
-        if not path.exists():
-            path.write_bytes(bytes(24))
-        with path.open("r+b") as file:
-            return cls(memoryview(mmap.mmap(file.fileno(), 24)).cast("Q"))
+    if not path.exists():
+        path.write_bytes(bytes(24))
+    with path.open("r+b") as file:
+        return memoryview(mmap.mmap(file.fileno(), 24)).cast("Q")
 
 
 def start_peer(job: str, name: str, progress: Path, **options: object) -> subprocess.Popen[bytes]:
     """Starts this module in a process of its own, with the options of `main`."""
-    Progress.at(progress)
+    record(progress)
     arguments = json.dumps({"job": job, "name": name, "progress": str(progress)} | options)
     command = [sys.executable, "-m", "tests.support.ring_peer", arguments]
     stdout = subprocess.PIPE if name == "create" else None
@@ -63,14 +54,15 @@ def start_peer(job: str, name: str, progress: Path, **options: object) -> subpro
 
 
 class Killer(threading.Thread):
-    """Kills a process after a delay, and remembers when. Does not reap it."""
+    """Kills a process a delay after it is `due`, and remembers when. Does not reap it."""
 
-    def __init__(self, pid: int, delay: float) -> None:
+    def __init__(self, pid: int, delay: float, due: Callable[[], bool] = lambda: True) -> None:
         super().__init__(daemon=True)
-        self.pid, self.delay, self.killed_at = pid, delay, 0.0
+        self.pid, self.delay, self.due, self.killed_at = pid, delay, due, 0.0
         self.start()
 
     def run(self) -> None:
+        wait_for(self.due)
         time.sleep(self.delay)
         self.killed_at = time.monotonic()
         os.kill(self.pid, 9)
@@ -85,7 +77,7 @@ def main(
     Args:
       name: "create", or the ring to attach to. then: "sleep", or "close".
     """
-    words = Progress.at(Path(progress)).words
+    words = record(Path(progress))
     side = RingWriter if job == "produce" else RingReader
     if name == "create":
         ring = side.create(slots, max_bytes, wait=wait)

@@ -55,10 +55,9 @@ def scripted_engine(worker=ScriptedWorker, **options):
 def engine_with(start):
     """A stand-in for `Engine` whose workers `start` starts, whoever else would."""
 
-    def make(config, *, start_worker=None, **options):
-        return Engine(config, start_worker=start, **options)
-
-    return make
+    return lambda config, start_worker=None, **options: Engine(
+        config, start_worker=start, **options
+    )
 
 
 def main(child, make=ScriptedWorker):
