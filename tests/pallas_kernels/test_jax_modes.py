@@ -10,12 +10,8 @@ import pytest
 import pallas_kernels as kernels
 from pallas_kernels import sampling
 from tests.support.compiled_here import compiled_here
-from tests.support.door_calls import door_calls
+from tests.support.door_calls import NO_CALLS, door_calls
 from tests.support.jax_modes import MODES
-
-TYPES = "TopkLogprobs", "VocabShard", "CompactQ", "DenseQ", "Verified", "RowsRead", "Truncation"
-# Of a context, of this process's devices, and of a caller's own `shard_map`.
-OTHERS = "use_implementation", "gpu_obstacle", "vary_like"
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +21,7 @@ def calls():
 
 def test_equal_calls_of_both_doors_compile_once(calls):
     names = {name.split(",")[0].split(".")[0] for name in calls}
-    assert names == {*kernels.__all__, *sampling.__all__} - {*TYPES, *OTHERS}
+    assert names == {*kernels.__all__, *sampling.__all__} - {*NO_CALLS}
     client = jax.devices()[0].client
     compiled, stayed = {}, {}
     for name, call in calls.items():

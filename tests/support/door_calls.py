@@ -12,6 +12,11 @@ from pallas_kernels.sampling import DenseQ, Drafts, Sampling
 
 V, H = 300, 8  # more than one group of 256 tokens
 
+# What the doors have beside functions: types, and what is of a context, of this process's devices,
+# and of a caller's own `shard_map`.
+NO_CALLS = ("TopkLogprobs", "VocabShard", "CompactQ", "DenseQ", "Verified", "RowsRead",
+            "Truncation", "use_implementation", "gpu_obstacle", "vary_like")  # fmt: skip
+
 
 def door_calls():
     """A function without arguments for each name; its results are finite numbers and ids."""

@@ -81,27 +81,26 @@ SIZES = {name: ["3", 3.0, True, -1, None] for name in ("vocab_size", "num_positi
 LEGAL = {("logits", "one entry more", True), ("num_rows", "one entry more", False)}
 
 
-@pytest.mark.parametrize("name", [
-    "widths_of", "options_of_requests", "select_rows", "row_logprobs", "row_logprobs, flat",
-    "draft_rows", "step_output", "step_output, flat", "target_message", "draft_message", "check",
-])  # fmt: skip
-def test_errors_name_the_argument_and_come_from_here(name):
-    call, arguments = right()[name]
-    call(**arguments)
-    wrong = []
+def test_errors_name_the_argument_and_come_from_here():
+    complaints = []
+    for name, (call, arguments) in right().items():
+        call(**arguments)
+        for argument, kind, other in wrong_values(call, arguments):
+            legal = (argument, kind, "flat" in name) in LEGAL
+            if not legal and (name, kind) != ("check", "one entry more"):
+                given = arguments | {argument: other}
+                called = functools.partial(call, **given)
+                if problem := complaint(called, f"{argument}.token_ids"):
+                    complaints.append(f"{name}: {argument} = {kind}: {problem}")
+    assert complaints == []
+
+
+def wrong_values(call, arguments):
+    """(argument, what is wrong with it, a value) of each argument in turn."""
     for argument, value in arguments.items():
         if isinstance(value, np.ndarray) or type(value).__module__.startswith("jaxlib"):
-            wrong += [(argument, kind, other) for kind, other in wrong_arrays(value)]
+            yield from ((argument, kind, other) for kind, other in wrong_arrays(value))
         elif hasattr(value, "_fields") or isinstance(value, list):
-            wrong += [(argument, repr(x), x) for x in ("text", 3, None, [1], (1, 2))]
+            yield from ((argument, repr(x), x) for x in ("text", 3, None, [1], (1, 2)))
     for argument in inspect.signature(call).parameters:
-        wrong += [(argument, repr(other), other) for other in SIZES.get(argument, ())]
-    complaints = []
-    for argument, kind, other in wrong:
-        if (argument, kind, "flat" in name) in LEGAL or (name, kind) == ("check", "one entry more"):
-            continue
-        given = arguments | {argument: other}
-        problem = complaint(lambda given=given: call(**given), f"{argument}.token_ids")
-        if problem:
-            complaints.append(f"{argument} = {kind}: {problem}")
-    assert complaints == []
+        yield from ((argument, repr(other), other) for other in SIZES.get(argument, ()))
