@@ -29,13 +29,10 @@ assert abs(float(found.logprobs[0, 0]) - float(jnp.log(0.25))) < 1e-6
 verified = verify(jnp.zeros((1, 1, 8)), Drafts.none(1, 0, 8), Sampling.greedy(1), jnp.zeros(1, int))
 assert verified.token_ids.tolist() == [[0]]
 """
-WHOLE = (
-    KERNELS
-    + """
+WHOLE = f"""{KERNELS}
 import ipc, jax_specdec.engine, jax_specdec.export, jax_specdec.device, jax_specdec.adapters
 from jax_specdec.ray import RayConfig
 """
-)
 ENGINE = """
 from jax_specdec.engine import Engine, EngineConfig, Request, SamplingParams, Serves, byte_tokens
 if __name__ == "__main__":
@@ -115,10 +112,8 @@ def main(versions):
             kinds = [(whole, jax) for jax in (OLDEST, MIDDLE, NEWEST)]
             kinds += [(alone, OLDEST if version == PYTHONS[0] else NEWEST)]
             for kind, jax in kinds:
-                start, what = (
-                    time.monotonic(),
-                    {whole: "the wheel", alone: "the kernels alone"}[kind],
-                )
+                start = time.monotonic()
+                what = {whole: "the wheel", alone: "the kernels alone"}[kind]
                 if version == "3.11" and jax == MIDDLE:
                     continue  # which needs Python 3.12
                 with tempfile.TemporaryDirectory() as folder:
