@@ -18,10 +18,15 @@ NO_CALLS = ("TopkLogprobs", "VocabShard", "CompactQ", "DenseQ", "Verified", "Row
             "Truncation", "use_implementation", "gpu_obstacle", "vary_like")  # fmt: skip
 
 
+# Outside of jit they send numbers to a device, which a guard forbids; others call them without.
+SENDING = {"logprobs_tensors", "rollout_logprobs"}
+
+
 def door_calls():
     """A function without arguments for each name; its results are finite numbers and ids."""
     arguments, others = calls_of(V)
-    return {name: partial(call, **given) for name, (call, given) in arguments.items()} | others
+    calls = {name: partial(call, **given) for name, (call, given) in arguments.items()}
+    return {name: call for name, call in calls.items() if name not in SENDING} | others
 
 
 def calls_of(vocabulary):
