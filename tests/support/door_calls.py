@@ -103,9 +103,7 @@ def calls_of(vocabulary):
             {**product, "support_ids": support, "temperatures": t,
              "support_logprobs": jnp.full((6, 2), -2.0, jnp.float32)},
         ),
-        "logprobs_tensors": (
-            kernels.logprobs_tensors, {**logits, "k": 5, "top_k_nums": ids % 5}
-        ),
+        "logprobs_tensors": (kernels.logprobs_tensors, {**logits, "k": 5, "top_k_nums": ids % 5}),
         "draw": (sampling.draw, {"draft_logits": by_slot[:, :1], **of_slots}),
         "draw, flat": (
             sampling.draw, {"draft_logits": x, **of_slots, "row_ids": jnp.array([1, 2], jnp.int32)}
@@ -130,9 +128,7 @@ def calls_of(vocabulary):
         "kept_logprobs": (sampling.kept_logprobs, {**of_kept, "row_digests": digests}),
         "rollout_logprobs": (sampling.rollout_logprobs, {**of_kept, "row_digests": digests}),
         "check_kept": (sampling.check_kept, {"kept": kept, "vocab_size": vocabulary}),
-        "check_digests": (
-            sampling.check_digests, {"digests": digests, "rollout_digests": digests}
-        ),
+        "check_digests": (sampling.check_digests, {"digests": digests, "rollout_digests": digests}),
         "learner_logprobs": (
             sampling.learner_logprobs,
             {**product, "token_ids": tokens, "kept": kept, "temperatures": t},
@@ -146,9 +142,7 @@ def calls_of(vocabulary):
         ),
         "Sampling.greedy": (Sampling.greedy, {"num_slots": 2}),
         "Drafts.of_flat": (Drafts.of_flat, {"token_ids": ids[:3], "num": num, "width": 2}),
-        "Drafts.none": (
-            Drafts.none, {"num_slots": 2, "num_drafts": 2, "vocab_size": vocabulary}
-        ),
+        "Drafts.none": (Drafts.none, {"num_slots": 2, "num_drafts": 2, "vocab_size": vocabulary}),
         "Drafts.joined": (Drafts.joined, {"drawn": parts, "limit": num}),
     }, {
         "topk_logprobs": lambda: topk(x, ids),
@@ -174,22 +168,14 @@ def calls_of(vocabulary):
         "verify, block, dense": lambda: verify(dense, rule="block"),
         "verify, logits of drafts": lambda: verify(of_logits),
         "emitted_logprobs, as read": lambda: sampling.emitted_logprobs(by_slot, read),
-        "logprobs_of_read, raw": lambda: sampling.logprobs_of_read(
-            by_slot, by_position, read.read
-        ),
+        "logprobs_of_read, T": partial(sampling.logprobs_of_read, by_slot, by_position, read.read),
         "kept_sets, all rows": lambda: sampling.kept_sets(x, row_ids, 6, cut),
         "kept_logprobs, one temperature": lambda: sampling.kept_logprobs(x, tokens, kept, 0.8),
-        "kept_logprobs, grad": gradient(
-            lambda x: sampling.kept_logprobs(x, tokens, kept, 0.8), x
-        ),
+        "kept_logprobs, grad": gradient(lambda x: sampling.kept_logprobs(x, tokens, kept, 0.8), x),
         "rollout_logprobs, raw": lambda: rollout(x),
         "rollout_logprobs, kept": lambda: rollout(x, kept=kept, temperatures=t),
-        "rollout_logprobs, grad": gradient(
-            lambda x: rollout(x, kept=kept, temperatures=t), x
-        ),
-        "learner_logprobs, one temperature": lambda: sampling.learner_logprobs(
-            hidden, head, tokens, kept, 0.8
-        ),
+        "rollout_logprobs, grad": gradient(lambda x: rollout(x, kept=kept, temperatures=t), x),
+        "learner_logprobs, T": partial(sampling.learner_logprobs, hidden, head, tokens, kept, 0.8),
         "Sampling.of, numbers": lambda: Sampling.of(3, temperature=0.5, top_k=3),
         "Sampling.of, key": lambda: Sampling.of(3, key=key),
     }  # fmt: skip

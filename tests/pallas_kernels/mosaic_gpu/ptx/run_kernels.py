@@ -38,14 +38,13 @@ def together(ctas: int) -> list[list[int]]:
     return [list(range(ctas))]
 
 
-def backward(ctas: int) -> list[list[int]]:
-    """Two groups, the last CTAs first."""
-    return [list(part)[::-1] for part in np.array_split(np.arange(ctas), min(2, ctas))][::-1]
+def in_two(order: Callable[[int], np.ndarray], ctas: int) -> list[list[int]]:
+    """Two groups of CTAs, in this order."""
+    return [list(part) for part in np.array_split(order(ctas), min(2, ctas))]
 
 
-def shuffled(ctas: int) -> list[list[int]]:
-    order = np.random.default_rng(ctas).permutation(ctas)
-    return [list(part) for part in np.array_split(order, min(2, ctas))]
+backward = partial(in_two, lambda ctas: np.arange(ctas)[::-1])
+shuffled = partial(in_two, lambda ctas: np.random.default_rng(ctas).permutation(ctas))
 
 
 # The results of the first three are bit-equal; of the others they stay within the bound.
