@@ -4,7 +4,7 @@ import jax
 
 MODES = {
     "disable_jit": (jax.disable_jit, True, "JAX_DISABLE_JIT"),
-    "checking_leaks": (jax.checking_leaks, True, "JAX_CHECK_TRACER_LEAKS"),
+    "checking_leaks": (lambda _: jax.checking_leaks(), True, "JAX_CHECK_TRACER_LEAKS"),
     "debug_nans": (jax.debug_nans, True, "JAX_DEBUG_NANS"),
     "debug_infs": (jax.debug_infs, True, "JAX_DEBUG_INFS"),
     "x64": (jax.enable_x64, True, "JAX_ENABLE_X64"),
