@@ -18,15 +18,16 @@ NO_CALLS = ("TopkLogprobs", "VocabShard", "CompactQ", "DenseQ", "Verified", "Row
             "Truncation", "use_implementation", "gpu_obstacle", "vary_like")  # fmt: skip
 
 
-# Outside of jit they send numbers to a device, which a guard forbids; others call them without.
-SENDING = {"logprobs_tensors", "rollout_logprobs"}
+# Debug modes refuse these, and take them with fewer options: two send numbers to a device outside of
+# jit, which a guard forbids, and jax sees a leak in the flat rows of a dense q.
+REFUSED = {"logprobs_tensors", "rollout_logprobs", "verify, flat"}
 
 
 def door_calls():
     """A function without arguments for each name; its results are finite numbers and ids."""
     arguments, others = calls_of(V)
     calls = {name: partial(call, **given) for name, (call, given) in arguments.items()}
-    return {name: call for name, call in calls.items() if name not in SENDING} | others
+    return {name: call for name, call in calls.items() if name not in REFUSED} | others
 
 
 def calls_of(vocabulary):
