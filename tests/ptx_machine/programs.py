@@ -45,10 +45,8 @@ def run(body, values=None, *, grid=1, cluster=1, shared=64, batches=None, **hard
     """Run `body` with `values` [128] as words; returns a word of output a thread, NumPy uint32."""
     values = np.zeros(THREADS * grid, np.uint32) if values is None else np.asarray(values)
     out = np.zeros(THREADS * grid, np.uint32)
-    buffers = (
-        Buffer("in", values.copy(), 4096, writable=False),
-        Buffer("out", out, 4096, writable=True),
-    )
+    inputs = Buffer("in", values.copy(), 4096, writable=False)
+    buffers = inputs, Buffer("out", out, 4096, writable=True)
     launch = threads.Launch((grid, 1, 1), shared, buffers)
     size = f".explicitcluster\n.reqnctapercluster {cluster}, 1, 1\n" if cluster > 1 else ""
     program = parse(MODULE.format(body=body, cluster=size))

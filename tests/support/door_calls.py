@@ -18,9 +18,9 @@ NO_CALLS = ("TopkLogprobs", "VocabShard", "CompactQ", "DenseQ", "Verified", "Row
             "Truncation", "use_implementation", "gpu_obstacle", "vary_like")  # fmt: skip
 
 
-# Debug modes refuse these, and take them with fewer options: two send numbers to a device outside of
-# jit, which a guard forbids, and jax sees a leak in the flat rows of a dense q.
-REFUSED = {"logprobs_tensors", "rollout_logprobs", "verify, flat"}
+# Debug modes refuse these, and take them with fewer options: comparing digests sends numbers to a
+# device outside of jit, and jax sees a leak in the flat rows of a dense q.
+REFUSED = {"rollout_logprobs", "verify, flat"}
 
 
 def door_calls():
@@ -104,7 +104,7 @@ def calls_of(vocabulary):
             {**product, "support_ids": support, "temperatures": t,
              "support_logprobs": jnp.full((6, 2), -2.0, jnp.float32)},
         ),
-        "logprobs_tensors": (kernels.logprobs_tensors, {**logits, "k": 5, "top_k_nums": ids % 5}),
+        "logprobs_tensors, n": (kernels.logprobs_tensors, {**logits, "k": 5, "top_k_nums": ids % 5}),
         "draw": (sampling.draw, {"draft_logits": by_slot[:, :1], **of_slots}),
         "draw, flat": (
             sampling.draw, {"draft_logits": x, **of_slots, "row_ids": jnp.array([1, 2], jnp.int32)}
@@ -155,7 +155,7 @@ def calls_of(vocabulary):
         "linear_topk_logprobs, grad": gradient(
             lambda hidden: kernels.linear_topk_logprobs(hidden, head, ids, 0).logprobs, hidden
         ),
-        "logprobs_tensors, one k": lambda: kernels.logprobs_tensors(x, ids, 5),
+        "logprobs_tensors": lambda: kernels.logprobs_tensors(x, ids, 5),
         "padded_token_ids": lambda: kernels.padded_token_ids([[1, 2], [3]], 2),
         "verify, greedy": partial(verify, certain, sampling=Sampling.greedy(2), all_greedy=True),
         "verify, certain": lambda: verify(certain),
