@@ -104,7 +104,9 @@ def calls_of(vocabulary):
             {**product, "support_ids": support, "temperatures": t,
              "support_logprobs": jnp.full((6, 2), -2.0, jnp.float32)},
         ),
-        "logprobs_tensors, n": (kernels.logprobs_tensors, {**logits, "k": 5, "top_k_nums": ids % 5}),
+        "logprobs_tensors, n": (
+            kernels.logprobs_tensors, {**logits, "k": 5, "top_k_nums": row_ids}
+        ),
         "draw": (sampling.draw, {"draft_logits": by_slot[:, :1], **of_slots}),
         "draw, flat": (
             sampling.draw, {"draft_logits": x, **of_slots, "row_ids": jnp.array([1, 2], jnp.int32)}
