@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels.lowering.forms import Tree
+from pallas_kernels.lowering.platforms import lowered_for
 
 _Values = TypeVar("_Values", bound=Tree)
 _Joined = TypeVar("_Joined")
@@ -91,13 +92,35 @@ def largest_key(keys: jax.Array) -> jax.Array:
 
 
 def largest_key_and_id(keys: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The largest of the integers `keys` [B, n] of each row, and the lowest id that has it.
+    """The largest of the integers `keys` [B, n] of each row, and the lowest id that has it."""
+    return lowered_for(
+        keys,
+        ids,
+        like=lambda keys, ids: (keys[:, 0], ids[:, 0]),
+        cpu=_in_two_loops,
+        default=_in_one_loop,
+    )
 
-    Two loops that compare numbers, of which XLA's CPU compiler makes vector code: of one that
-    carries a pair it makes none, and takes twenty times as long.
+
+def _in_two_loops(keys: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Loops that compare numbers, of which XLA's CPU compiler makes vector code.
+
+    Of one that carries a pair it makes none, and takes twenty times as long.
     """
     top, most = largest_key(keys), np.iinfo(ids.dtype).max
     return top, _extreme(lax.min, jnp.where(keys == top[:, None], ids, most), most)
+
+
+def _in_one_loop(keys: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """One launch of a GPU."""
+
+    def better(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        first = (a[0] > b[0]) | ((a[0] == b[0]) & (a[1] < b[1]))
+        return tuple(jnp.where(first, x, y) for x, y in zip(a, b, strict=True))
+
+    start = np.asarray(np.iinfo(keys.dtype).min, keys.dtype), np.iinfo(ids.dtype).max
+    key, id = lax.reduce((keys, ids), start, better, (1,))
+    return key, id
 
 
 def _extreme(

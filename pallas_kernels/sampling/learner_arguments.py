@@ -19,6 +19,7 @@ from pallas_kernels.contract.arguments import (
     integers,
     known_values,
 )
+from pallas_kernels.lowering.programs import compiled
 from pallas_kernels.sampling.kept_set import KEPT_ALL, KEPT_MANY, PaddedKept
 from pallas_kernels.topk.digests import CODE, DTYPES, row_digests
 
@@ -136,8 +137,7 @@ def check_digests(
     words = digest_words("rollout_digests", rollout_digests, row_words.shape[:-1])
     for dtype in _dtypes(digests):
         _check_dtype(rollout_digests, dtype)
-    is_digest = words[..., 0] & CODE > 0
-    same = (row_words == words).all(-1) | ~is_digest
+    same, is_digest = compiled(_same_rows)(row_words, words)
     values, compared = known_values(same), known_values(is_digest)
     if values is not None and compared is not None and not values.all():
         raise ValueError(
@@ -147,6 +147,14 @@ def check_digests(
             "on, or compare rows by `equal_digests`"
         )
     return same
+
+
+def _same_rows(
+    words: UInt32[Array, "*rows 2"], rollout_words: UInt32[Array, "*rows 2"]
+) -> tuple[Bool[Array, "*rows"], Bool[Array, "*rows"]]:
+    """Which rows have equal digests, or none of a rollout; and which have one of it."""
+    is_digest = rollout_words[..., 0] & CODE > 0
+    return (words == rollout_words).all(-1) | ~is_digest, is_digest
 
 
 def check_rollout_rows(

@@ -311,7 +311,9 @@ def _verify_rows(
 
         def sampled() -> Verified:
             grouped = rows()
-            read = _of_named_rows(batch, row_read.read_sampled_rows(grouped, sampling_of_rows()))
+            read = _of_named_rows(
+                batch.row_ids, row_read.read_sampled_rows(grouped, sampling_of_rows())
+            )
             return sampled_slots(shard, grouped, read, None, batch, rules)
 
         def all_greedy() -> Verified:
@@ -324,7 +326,7 @@ def _verify_rows(
         nothing_cut = Sampling.greedy(logits.shape[0])
         sampling = nothing_cut._replace(temperature=sampling.temperature)
     reads = row_read.read_changed(grouped, sampling, k, before)
-    read = _of_named_rows(batch, reads[0])
+    read = _of_named_rows(batch.row_ids, reads[0])
     choice = Greedy(row_read.with_invalid(grouped, read, read.top_ids[:, 0]), read.valid)
     verified = _either(
         is_sampled,
@@ -344,19 +346,20 @@ def _greedy_choice(
     read of groups changes logits as it goes, and its largest group has the choice.
     """
 
-    def by_xla(logits: jax.Array, changes: Changes | None) -> Greedy:
+    def by_xla(logits: jax.Array, changes: Changes | None, _: jax.Array | None) -> Greedy:
         return greedy_of_part(shard, Rows(logits, changes=changes))
 
-    def by_groups(logits: jax.Array, changes: Changes | None) -> Greedy:
+    def by_groups(logits: jax.Array, changes: Changes | None, row_ids: jax.Array | None) -> Greedy:
         rows = GroupedRows.of(logits, shard, changes)
         read = row_read.read_sampled_rows(rows, Sampling.greedy(logits.shape[0]))
-        read = _of_named_rows(batch, read)
+        read = _of_named_rows(row_ids, read)
         token_ids = row_read.with_invalid(rows, read, row_read.greedy_ids(rows, read))
         return Greedy(token_ids, read.valid)
 
     if changes is None:
-        return by_xla(logits, None)
-    return lowered_for(logits, changes, like=by_xla, default=by_xla, cuda=by_groups)
+        return by_xla(logits, None, None)
+    row_ids = batch.row_ids  # handed in: of what a function closes over, jax says that it leaks
+    return lowered_for(logits, changes, row_ids, like=by_xla, default=by_xla, cuda=by_groups)
 
 
 def _with_reads(
@@ -371,12 +374,12 @@ def _with_reads(
     )
 
 
-def _of_named_rows(batch: Batch, read: RowSummary) -> RowSummary:
+def _of_named_rows(row_ids: Int32[Array, "B S"] | None, read: RowSummary) -> RowSummary:
     """A read in which no row that no slot has is invalid."""
-    if batch.row_ids is None:
+    if row_ids is None:
         return read
-    slots = slots_of_rows(batch.row_ids, read.valid.shape[0])
-    return read._replace(valid=read.valid | (slots == batch.row_ids.shape[0]))
+    slots = slots_of_rows(row_ids, read.valid.shape[0])
+    return read._replace(valid=read.valid | (slots == row_ids.shape[0]))
 
 
 def _either(

@@ -24,6 +24,7 @@ from pallas_kernels.contract.rows import Outputs, Rows, check_ids, check_logits,
 from pallas_kernels.contract.types import AnyArray, Logits, RowCount, RowIds
 from pallas_kernels.lowering import forms, row_pieces
 from pallas_kernels.lowering.platforms import lowered_for
+from pallas_kernels.lowering.programs import compiled
 from pallas_kernels.meshes import split
 from pallas_kernels.meshes.placement import AxisName, Split, VocabShard, placed
 
@@ -100,7 +101,7 @@ def equal_digests(a: AnyArray, b: AnyArray) -> Bool[Array, "*rows"]:
     if a.shape != b.shape:
         raise ValueError(f"a {a.shape} and b {b.shape} are not of the same rows")
     if not any(isinstance(x, jax.core.Tracer) for x in (a, b)):
-        codes = [np.asarray(x)[..., 0] & CODE for x in (a, b)]
+        codes = [np.asarray(jax.device_get(x))[..., 0] & CODE for x in (a, b)]
         apart = (codes[0] != codes[1]) & (codes[0] > 0) & (codes[1] > 0)
         if apart.any():
             names = [DTYPES[int(code[apart][0]) - 1] for code in codes]
@@ -108,7 +109,11 @@ def equal_digests(a: AnyArray, b: AnyArray) -> Bool[Array, "*rows"]:
                 f"a is of {names[0]} logits and b of {names[1]}: no bits of theirs can be equal. "
                 "Compute both in one dtype, or round both to it"
             )
-    a, b = jnp.asarray(a), jnp.asarray(b)
+    return compiled(_are_equal)(jnp.asarray(a), jnp.asarray(b))
+
+
+def _are_equal(a: UInt32[Array, "*rows 2"], b: UInt32[Array, "*rows 2"]) -> Bool[Array, "*rows"]:
+    """Where words are equal, and those of a row that was not skipped."""
     return (a == b).all(-1) & (a[..., 0] & CODE > 0)
 
 

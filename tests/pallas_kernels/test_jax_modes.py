@@ -48,7 +48,7 @@ def test_counts_see_a_call_that_compiles_anew():
 QUICK = {"disable_jit": ("topk_logprobs, all options", "greedy", "row_ids_of")}
 IN_MODES = (
     "topk_logprobs, all options", "verify, k", "rollout_logprobs, kept",
-    "logprobs_tensors, n",
+    "logprobs_tensors, n", "verify, flat", "check_digests", "equal_digests",
 )  # fmt: skip
 
 

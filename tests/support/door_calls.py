@@ -18,16 +18,10 @@ NO_CALLS = ("TopkLogprobs", "VocabShard", "CompactQ", "DenseQ", "Verified", "Row
             "Truncation", "use_implementation", "gpu_obstacle", "vary_like")  # fmt: skip
 
 
-# Debug modes refuse these, and take them with fewer options: comparing digests sends numbers to a
-# device outside of jit, and jax sees a leak in the flat rows of a dense q.
-REFUSED = {"rollout_logprobs", "verify, flat"}
-
-
 def door_calls():
     """A function without arguments for each name; its results are finite numbers and ids."""
     arguments, others = calls_of(V)
-    calls = {name: partial(call, **given) for name, (call, given) in arguments.items()}
-    return {name: call for name, call in calls.items() if name not in REFUSED} | others
+    return {name: partial(call, **given) for name, (call, given) in arguments.items()} | others
 
 
 def calls_of(vocabulary):

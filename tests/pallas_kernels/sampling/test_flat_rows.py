@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import topk_logprobs
+from pallas_kernels import topk_logprobs, use_implementation
 from pallas_kernels.sampling import (
     CompactQ,
     Drafts,
@@ -20,7 +20,7 @@ from pallas_kernels.sampling import (
     verify,
 )
 from tests.support import quick_compile, shape_checks
-from tests.support.lowered import array, temporaries
+from tests.support.lowered import array, kernels_of, temporaries
 from tests.support.shards import P, mesh_of
 
 B, S, V, N, K = 6, 4, 333, 32, 5
@@ -173,6 +173,19 @@ def test_no_row_of_prompts_or_drafts_is_copied():
     sampling = jax.eval_shape(lambda: Sampling.greedy(B))
     given = array((B, S)), Drafts(array((B, S - 1)), NUM), sampling, prompt, prompt
     assert temporaries(with_prompt, logits, *given) < logits.size * 2 / 8
+
+
+def test_changed_flat_rows_are_lowered_for_a_gpu():
+    """There a mask changes logits as the groups' kernel reads them."""
+
+    def verified(logits, row_ids, allowed):
+        drafts = Drafts(row_ids[:, 1:], row_ids[:, 0])
+        sampling = Sampling.of(B, temperature=0.5)
+        return verify(logits, drafts, sampling, row_ids[:, 0], row_ids=row_ids, allowed=allowed)
+
+    logits, allowed = array((40, 32_000), "bfloat16"), array((40, 1000))
+    with use_implementation("mosaic_gpu"):
+        assert kernels_of(verified, logits, array((B, S)), allowed) > 3
 
 
 def test_rows_and_drafts_from_lengths():
