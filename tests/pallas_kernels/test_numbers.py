@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.extend.random import threefry_2x32
 
+from pallas_kernels.lowering import row_pieces
 from pallas_kernels.lowering.prevent_recompute import prevent_recompute
 from pallas_kernels.numbers import ordered_keys, random_draws
 from pallas_kernels.numbers.exponential import EXP2, exponential
@@ -130,7 +131,9 @@ def shifts(noise):
 
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit])
 @pytest.mark.parametrize("number", [1, 2, 3, 6, 594])  # of a row, cut into four pieces
-def test_the_largest_number_has_its_first_id(number, transform):
+@pytest.mark.parametrize("way", ["_in_two_loops", "_in_one_loop"])  # a CPU's, and all others'
+def test_the_largest_number_has_its_first_id(way, number, transform, monkeypatch):
+    monkeypatch.setattr(row_pieces, "_in_two_loops", getattr(row_pieces, way))
     values = np.array([-np.inf, -3.0, -0.0, 0.0, 1e-40, 2.0], np.float32)
     rng = np.random.default_rng(number)
     x = np.stack([rng.choice(values[: 1 + i % 6], number) for i in range(60)])
