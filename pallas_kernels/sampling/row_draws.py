@@ -187,9 +187,9 @@ def best_group(logits: GroupedRows, row_read: RowSummary, drawing: Drawing) -> _
     changed |= (cut_logit > -jnp.inf) & reached
     changed &= drawing.sampled[:, None] & logits.has(logits.numbers())[None]
     # Of whole vectors of numbers: with a pad in it, XLA's CPU loop of the noise is no vector code.
-    some_more = logits.first + jnp.arange(-(-numbers.shape[1] // 32) * 32, dtype=jnp.int32)
-    some_more = jnp.broadcast_to(some_more, (numbers.shape[0], some_more.size))
-    noise = prevent_recompute(gumbel(drawing.source, GROUP, some_more)[:, : numbers.shape[1]])
+    padded_numbers = logits.first + jnp.arange(-(-numbers.shape[1] // 32) * 32, dtype=jnp.int32)
+    padded_numbers = jnp.broadcast_to(padded_numbers, (numbers.shape[0], padded_numbers.size))
+    noise = prevent_recompute(gumbel(drawing.source, GROUP, padded_numbers)[:, : numbers.shape[1]])
 
     def scores(sums: GroupSums, noise: jax.Array) -> jax.Array:
         scores = log_of(sums.sums) + scaled(sums.maxima, largest, inverse) + noise

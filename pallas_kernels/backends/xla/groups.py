@@ -202,11 +202,11 @@ def _num_larger_on_cpu(rows: ListedRows, than: jax.Array) -> jax.Array:
     block = 1 if than.shape[0] <= FEW_TARGETS else LISTED_ON_CPU
 
     def work(start: jax.Array) -> jax.Array:
-        some_ids, least = forms.rows_from((row_ids, than), start, block)
+        listed_ids, least = forms.rows_from((row_ids, than), start, block)
         logits = forms.pin_to_iteration(rows.logits, start)
 
         def number(i: int) -> jax.Array:
-            row = some_ids[i : i + 1]
+            row = listed_ids[i : i + 1]
             x = _row_on_cpu(logits, row[0])[None]
             if changes is not None:
                 x = apply(x, changes_of_rows(changes, row))

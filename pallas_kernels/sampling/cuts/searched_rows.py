@@ -4,7 +4,7 @@ What a read sums is the same on every vocabulary shard: whole numbers (`exact_su
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -109,9 +109,9 @@ def sums_above_run(
         rows.scale,
         top,
         by_mass,
-        like=functools.partial(_run_sums, rows.shard, number),
-        cpu=functools.partial(_run_sums_on_cpu, rows.shard, number),
-        default=functools.partial(_run_sums, rows.shard, number),
+        like=functools.partial(_run_sums, _sums_of, rows.shard, number),
+        cpu=functools.partial(_run_sums, _sums_in_fields, rows.shard, number),
+        default=functools.partial(_run_sums, _sums_of, rows.shard, number),
     )
     sums = rows.shard.across_sum(sums)
     num_digits = exact_sums.num_digits(vocab_size)
@@ -125,6 +125,7 @@ def sums_above_run(
 
 
 def _run_sums(
+    add_up: Callable[[Sequence[jax.Array], jax.Array, int], jax.Array],
     shard: VocabShard,
     number: int,
     logits: Float[Array, "B C"],
@@ -133,22 +134,26 @@ def _run_sums(
     by_mass: jax.Array,
 ) -> Int32[Array, "_ B"]:
     """The digits above `top` added up, and how many tokens have top, top - 1, ...: number - 1."""
-    digits, below = _digits_and_distances(SearchedRows(logits, scale, shard), top, by_mass)
-    return _sums_of(digits, below, number - 1)
+    rows = SearchedRows(logits, scale, shard)
+    row_keys = rows.wide_keys
+    values = jnp.where(by_mass, rows.weights(rows.logits), jnp.float32(1))
+    values = jnp.where(row_keys > rows.as_limits(top[:, None]), values, 0)
+    digits = exact_sums.digits_of_tokens(values, rows.vocab_size)
+    return add_up(digits, top[:, None] - row_keys, number - 1)
 
 
-def _run_sums_on_cpu(
-    shard: VocabShard,
-    number: int,
-    logits: Float[Array, "B C"],
-    scale: RowScale,
-    top: jax.Array,
-    by_mass: jax.Array,
+def _sums_of(
+    digits: Sequence[jax.Array], below: Int32[Array, "B C"], counts: int
 ) -> Int32[Array, "_ B"]:
-    """As `_run_sums`, by half of the instructions: counts are added up in fields of words."""
-    digits, below = _digits_and_distances(SearchedRows(logits, scale, shard), top, by_mass)
-    counts = number - 1
-    end = logits.shape[1] // SEGMENT * SEGMENT
+    """Sums over rows: of the digits, and of the tokens 0, 1, ... below."""
+    return jnp.stack(summed(*digits, *((below == i).astype(jnp.int32) for i in range(counts))))
+
+
+def _sums_in_fields(
+    digits: Sequence[jax.Array], below: Int32[Array, "B C"], counts: int
+) -> Int32[Array, "_ B"]:
+    """`_sums_of`, on a CPU by half of the instructions: counts are added up in fields of words."""
+    end = below.shape[1] // SEGMENT * SEGMENT
     if not end:
         return _sums_of(digits, below, counts)
     words = [
@@ -162,24 +167,9 @@ def _run_sums_on_cpu(
         for bit in range(0, counts * FIELD, FIELD)
     ]
     totals = jnp.stack(summed(*sums[: len(digits)], *fields))
-    if end == logits.shape[1]:
+    if end == below.shape[1]:
         return totals
     return totals + _sums_of([x[:, end:] for x in digits], below[:, end:], counts)
-
-
-def _digits_and_distances(
-    rows: SearchedRows, top: jax.Array, by_mass: jax.Array
-) -> tuple[Sequence[jax.Array], Int32[Array, "B C"]]:
-    """The digits of what is above `top`, and how far below it each key is."""
-    row_keys = rows.wide_keys
-    values = jnp.where(by_mass, rows.weights(rows.logits), jnp.float32(1))
-    values = jnp.where(row_keys > rows.as_limits(top[:, None]), values, 0)
-    return exact_sums.digits_of_tokens(values, rows.vocab_size), top[:, None] - row_keys
-
-
-def _sums_of(digits: Sequence[jax.Array], below: jax.Array, counts: int) -> jax.Array:
-    """Sums [_, B] over rows: of the digits, and of the tokens 0, 1, ... below."""
-    return jnp.stack(summed(*digits, *((below == i).astype(jnp.int32) for i in range(counts))))
 
 
 def multiplied(mass: Mass, number: jax.Array, vocab_size: int) -> Mass:
