@@ -62,6 +62,11 @@ LANES = {
         "pyproject.toml", ".ci/heavy", "pallas_kernels/**/*",
         *SUPPORT, "tests/pallas_kernels/**/*",
     ],
+    "long": [
+        "pyproject.toml", ".ci/heavy", "pallas_kernels/**/*", f"!{GPU}", f"!{TPU}",
+        *SUPPORT, "tests/pallas_kernels/**/*",
+    ],
+    "long-loop": [*ON_A_CPU, ".ci/heavy", *SUPPORT, "tests/jax_specdec/**/*"],
     "chips-loop": [
         "pyproject.toml", ".ci/heavy", "pallas_kernels/**/*", "jax_specdec/device/**/*", *SUPPORT,
         "tests/jax_specdec/device/test_as_on_cuda.py",

@@ -126,7 +126,7 @@ LARGE_MB = 1400  # beyond it, compiled programs are dropped at the end of a modu
 def pytest_configure(config):
     config.addinivalue_line("filterwarnings", f"ignore:{_CACHE_WARNING}")
     if config.option.markexpr == "fast":  # it replaces what pyproject.toml leaves out
-        config.option.markexpr = "fast and not slow and not chips"
+        config.option.markexpr = "fast and not slow and not chips and not long"
     config.option.loadscopereorder = False  # not by their numbers of tests
 
 

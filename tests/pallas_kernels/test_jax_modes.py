@@ -19,6 +19,7 @@ def calls():
     return door_calls()
 
 
+@pytest.mark.long
 def test_equal_calls_of_both_doors_compile_once(calls):
     names = {name.split(",")[0].split(".")[0] for name in calls}
     assert names == {*kernels.__all__, *sampling.__all__} - {*NO_CALLS}

@@ -106,6 +106,7 @@ def test_verification_and_topk_logprobs_are_one_number():
             np.testing.assert_array_equal(mine[there], other[there])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_subnormal_logits_keep_their_order_beside_sampled_rows(dtype):
     x = np.zeros((3, 1000), np.float32)

@@ -55,6 +55,7 @@ def run(code, env, *arguments):
     return ended("-W", "error", "-c", code, *arguments, env={"PATH": "/usr/bin:/bin", **env})
 
 
+@pytest.mark.long
 def test_reading_imports_no_torch_and_says_nothing(with_torch, tmp_path):
     model = tmp_path / "model"
     model.mkdir()

@@ -94,6 +94,7 @@ def bits(results, rows=slice(None)):
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ROW_CALLS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_no_batch_changes_a_bit_of_a_row(name, dtype):

@@ -56,6 +56,7 @@ def cut_of(rows, sampling):
     return truncation(rows, sampling)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_searched_cuts_are_those_of_sorting(dtype):
     compared = total = 0
@@ -124,6 +125,7 @@ def reads_of(x, sampling, monkeypatch):
     return [number for number in reads if number > 1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("width", [0.5, 3])
 def test_a_wide_nucleus_takes_few_reads(dtype, width, monkeypatch):

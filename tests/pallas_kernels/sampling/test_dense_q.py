@@ -71,6 +71,7 @@ def with_logprobs(rule):
     return jax.device_get(verified(logits, DenseQ(jnp.asarray(log_q)), *others, rule=rule))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("rule", "form"), [
     ("token", "flat probs"), ("block", "logits"),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in (
@@ -240,6 +241,7 @@ def of_slots(slots, vocab, q, dtype, rule):
     return temporaries(call, logits, array((slots, 4)), array((slots,)), q)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("dtype", "rule", "form"), [
     ("bfloat16", "block", "logprobs"),
     pytest.param("float32", "block", "logprobs", marks=pytest.mark.slow),

@@ -65,6 +65,7 @@ def ragged(logits, row_ids, drafts, sampling, changes, extra, k=K):
     return got, logprobs_of_read(logits, got.token_ids, got.read, **named) if k else None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "changed"),
     [*itertools.product(("sampled", "greedy"), (False, True)), ("certain", False)],

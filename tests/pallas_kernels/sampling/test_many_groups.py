@@ -92,6 +92,7 @@ def p_value(ids, **filters):
     return token_statistics.p_value([(token,) for token in ids.tolist()], lambda _: probs)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "name", "slots"),
     [
@@ -170,6 +171,7 @@ CUTS = [
 ]  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["ties", "close", "masked"])
 def test_a_group_that_a_cut_reaches_has_its_kept_sum(kind):
     """Each token is the one that its noise decides, also where a rejected draft is left out."""

@@ -156,6 +156,7 @@ def of_one_device():
     return jax.jit(lambda x: on_shard(x, WHOLE))(rows_for_shards()[0])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shards", [3, pytest.param(8, marks=pytest.mark.slow)])
 def test_shards_give_the_same_bits(shards):
     """Ragged last shards are padded with NaN, which must not count."""
@@ -249,6 +250,7 @@ def test_numbers_that_are_missing_have_no_weight():
 SUBNORMAL = 1e-40
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("k", [3, 100, 300, 1025])
 def test_subnormal_logits_are_cut_in_their_order(k, dtype):

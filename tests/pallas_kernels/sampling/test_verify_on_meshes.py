@@ -65,6 +65,7 @@ def drafted_and_verified_flat(logits, place, changes):
     return drafts.token_ids, *verified[:2]
 
 
+@pytest.mark.long
 def test_results_of_explicit_axes_can_be_fetched():
     """Outside of `jit` too, where nothing is asked for beside the logprobs: an empty array."""
     x = inputs()[0][:, :1, :500]

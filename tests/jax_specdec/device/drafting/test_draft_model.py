@@ -138,6 +138,7 @@ def texts(state):
     return [row[:length] for row, length in zip(tokens, lengths, strict=True)]
 
 
+@pytest.mark.long
 def test_the_loop_drafts_what_the_head_says_at_every_acceptance():
     """Prompts of several chunks; greedy slots accept 0 to 3 drafts, in every order."""
     params, model = random_model()

@@ -63,6 +63,7 @@ def found(name):
     return run(*BATCHES[name][:2])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["mtp", "suffix", pytest.param("copied", marks=pytest.mark.slow)])
 def test_every_value_of_a_text(name):
     requests, _, least = BATCHES[name]
@@ -83,6 +84,7 @@ def test_ids_are_those_of_plain_decoding_in_a_grammar():
             assert found("mtp").token_ids(item.id) == found("suffix").token_ids(item.id)
 
 
+@pytest.mark.long
 def test_a_text_goes_on_elsewhere_in_its_grammar():
     """Evicted: next to the first request of its batch, it has the programs of all of them."""
     for item, places in ((of_grammar()[3], [2]), (of_grammar()[4], [1, 5])):

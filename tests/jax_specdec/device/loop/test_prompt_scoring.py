@@ -79,6 +79,7 @@ def by_chunk(chunk):
         return messages_of(items_of(chunk), chunk, random_model(**RUNS[chunk][1]))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("chunk", RUNS)
 def test_every_prompt_token_but_the_first_has_its_logprobs(chunk):
     """Against a forward pass over the whole prompt in float64, in the request's own mode."""
@@ -112,6 +113,7 @@ def test_rows_from_a_start_on_are_those_of_the_whole_prompt(start):
     assert len(scored) == 4 - (start - 1) // 12
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", LogprobsMode)
 @pytest.mark.parametrize(("start", "width"), [(0, 1), (14, 20), (5, 200)])
 def test_each_row_has_the_logprobs_of_its_own_ids(mode, start, width):

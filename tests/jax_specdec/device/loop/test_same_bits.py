@@ -101,12 +101,14 @@ def base(**changes):
     return decoding.run(requests(), model=tiny(**changes), max_length=T, **BASE)
 
 
+@pytest.mark.long
 def test_no_batch_chunk_drafter_or_prefix_changes_a_bit():
     expected = by_id(base())
     assert sum(count for count, *_ in expected.values()) == 96
     assert by_id(decoding.run(requests(), model=tiny(), max_length=T, **ALONE)) == expected
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", [BASE, ALONE], ids=["in company", "alone"])
 def test_a_prompt_scored_in_part_has_the_same_bits(how):
     asked = requests(scored=tuple(LogprobsMode))
@@ -163,6 +165,7 @@ scored = quick_compile.as_users(
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kept", [False, True], ids=["raw and scaled", "processed"])
 def test_the_learner_has_the_bits_of_the_rollout(kept):
     params, config = tiny()

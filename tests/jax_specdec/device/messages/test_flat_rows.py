@@ -94,6 +94,7 @@ def message(logits, drafts, asked, row_ids, changes, changed, *, widths, has_rea
     return target_message(output, asked, jnp.uint32([7, 0]), widths=widths)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "has_read", "has_cut", "change"), [
     ("raw", False, True, None),
     ("raw", True, True, None),
@@ -152,6 +153,7 @@ def test_flat_rows_of_drafts_make_the_words_of_dense_ones():
     np.testing.assert_array_equal(words(flat, place), words(draft_logits, None))
 
 
+@pytest.mark.long
 def test_no_row_is_copied_on_the_way_to_the_message():
     """XLA's temporaries of a step of flat rows: a fraction of a single slot's rows."""
     slots, vocab, rows_of_all = 16, 151_936, 50

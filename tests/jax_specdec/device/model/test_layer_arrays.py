@@ -45,6 +45,7 @@ def run(config, params, slots, positions):
     return steps(params, tokens, places, init_cache(config, slots, T))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("slots", "positions"), [(1, 1), (3, 4)])
 def test_layers_of_arrays_have_the_same_logits(shape, slots, positions):

@@ -65,6 +65,7 @@ def differing_sizes(hidden, heads, dtype, slots):
     ]
 
 
+@pytest.mark.long
 def test_a_model_that_was_looked_at_has_the_same_bits():
     assert differing_sizes(128, 4, "float32", 2) == []
 

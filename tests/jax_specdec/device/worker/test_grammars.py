@@ -108,6 +108,7 @@ def test_a_text_goes_on_in_its_grammar_with_other_weights():
     assert texts == texts[:1] * 3
 
 
+@pytest.mark.long
 def test_a_prefill_worker_hands_over_a_text_that_goes_on():
     """In its grammar: no token twice, none missing. Its drafts are verified by the first step."""
     prefill = Local("mtp", prefill_only=True, vocabulary=letters.vocabulary)

@@ -70,6 +70,7 @@ def kept_of(local, folder):
     return KeptKinds.of(folder, worker.compiled, arguments, worker.prefill_chunk)
 
 
+@pytest.mark.long
 def test_a_start_that_finds_its_programs_traces_none(folder):
     with compiled_here() as names:
         first = started()

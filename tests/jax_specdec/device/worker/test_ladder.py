@@ -65,6 +65,7 @@ def prepare(local, **which):
     local.worker.rehearse(local.worker.kinds(**which))
 
 
+@pytest.mark.long
 def test_compiling_tells_how_far_it_is():
     local, told = make(), []
     compile_all(local, lambda *one: told.append(one))
@@ -91,6 +92,7 @@ def test_a_rehearsal_leaves_nothing_behind():
     assert told[0] == told[1]
 
 
+@pytest.mark.long
 def test_a_rehearsal_tells_what_drafts_cost():
     """So no first request makes steps for that alone; negative control: without it, one does."""
     for rehearsed in (True, False):

@@ -76,6 +76,7 @@ def ready(request):
     return local
 
 
+@pytest.mark.long
 def test_nothing_is_compiled_for_any_served_kind(ready):
     """Alone, beside others, evicted, and with other weights; at both widths."""
     worker, kinds = ready.worker, set()
