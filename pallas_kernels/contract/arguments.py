@@ -53,7 +53,10 @@ def float_array(name: str, values: AnyArray) -> jax.Array:
 
 
 def integers(name: str, values: AnyArray, dtype: DTypeLike) -> jax.Array:
-    """The values as an array of `dtype`, modulo its size, if they are integers."""
+    """The values as an array of `dtype`, if they are integers: seeds modulo 2**32.
+
+    Of others what is too large is refused where it is NumPy's; of JAX's it counts as the largest.
+    """
     check_type(name, values, (np.ndarray, jax.Array), ARRAY)
     if not jnp.issubdtype(values.dtype, jnp.integer):
         if jnp.issubdtype(values.dtype, jax.dtypes.prng_key):
@@ -67,7 +70,21 @@ def integers(name: str, values: AnyArray, dtype: DTypeLike) -> jax.Array:
             f"{name} {values.shape} looks like JAX keys: give one integer a slot, [B], as "
             "`Sampling.of(..., key=key)` makes them of a key"
         )
+    if dtype == jnp.int32 and not jnp.can_cast(values.dtype, dtype):
+        values = in_32_bits(name, values)
     return to_device(values, dtype)  # NumPy's before JAX, which may have no 64-bit integers
+
+
+def in_32_bits(name: str, values: AnyArray) -> AnyArray:
+    """Integers that int32 has; NumPy's that it has not are refused."""
+    least, most = -(2**31), 2**31 - 1
+    if isinstance(values, np.ndarray):
+        for extreme in (values.min(initial=0), values.max(initial=0)):
+            if not least <= extreme <= most:
+                raise ValueError(f"{name} has {extreme}: give integers from {least} to {most}")
+        return values
+    is_signed = jnp.issubdtype(values.dtype, jnp.signedinteger)
+    return jnp.clip(values, *np.array([least if is_signed else 0, most], values.dtype))
 
 
 def array_of(name: str, value: object, kind: ArrayKind, shape: AxisSizes, axes: str) -> jax.Array:
@@ -108,6 +125,9 @@ def numbers_of(name: str, x: ArrayLike, dtype: DTypeLike) -> jax.Array:
     except ValueError:  # lists of several lengths
         raise TypeError(f"{name} is a {type(x).__name__}: give a number, or {ARRAY}") from None
     if jnp.issubdtype(dtype, jnp.integer):
+        are_seeds = dtype == jnp.uint32 and isinstance(values, np.ndarray)
+        if are_seeds and all(isinstance(number, int) for number in np.asarray(values).flat):
+            values = np.asarray(values % 2**32, np.uint32)  # of more than 64 bits
         return integers(name, values, dtype)
     is_real = jnp.issubdtype(values.dtype, jnp.floating) or jnp.issubdtype(
         values.dtype, jnp.integer

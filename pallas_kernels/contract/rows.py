@@ -194,10 +194,8 @@ def check_k(k: int, vocabulary: int) -> int:
         raise TypeError(f"k is {k!r}; it must be a Python int: it decides the outputs' shapes")
     limit = min(MAX_K, vocabulary)
     if not 0 <= number <= limit:
-        raise ValueError(
-            f"k = {number} is outside 0 .. {limit} (the smaller of {MAX_K} and the {vocabulary} "
-            "tokens of the vocabulary)"
-        )
+        of = f" (the vocabulary has {vocabulary} tokens)" if vocabulary < MAX_K else ""
+        raise ValueError(f"k = {number} is outside 0 .. {limit}{of}")
     return number
 
 
@@ -294,6 +292,11 @@ def _check(
     name: str, value: AnyArray | np.int32 | int, dtype: str, shape: tuple[int | str, ...]
 ) -> jax.Array:
     array = as_array(name, value)
+    if array.dtype == bool and dtype == "uint32":
+        raise TypeError(
+            f"{name} has dtype bool; it must be {dtype}, 32 tokens a word: pad the tokens to a "
+            "multiple of 32, then np.packbits(mask, axis=-1, bitorder='little').view('uint32')"
+        )
     if array.dtype.name != dtype:
         raise TypeError(
             f"{name} has dtype {array.dtype.name}; it must be {dtype}: convert it with "

@@ -146,6 +146,13 @@ class Drafts(NamedTuple):
         slots = len(drawn[0].token_ids)
         limit = array_of("limit", limit, "integers", (slots,), "one a slot [B]")
         parts = [(draft.token_ids, draft.q, draft.report) for draft in drawn]
+        first, *others = map(_sizes_of_slots, parts)
+        if any(sizes != first for sizes in others):
+            raise ValueError(
+                "drawn has drafts of several kinds: give those of the same slots, all with a q of "
+                "one kind and as many candidates, or all without; a certain draft's q is logprob 0 "
+                "of its own id"
+            )
         return compiled(_joined)(to_device(limit, jnp.int32), parts)
 
     @classmethod
@@ -290,6 +297,12 @@ def _by_slot(width: int, num: jax.Array, flat: Any) -> tuple[Any, jax.Array, Any
 
     ids, q = jax.tree.map(placed, flat)
     return ids, num, q
+
+
+def _sizes_of_slots(part: Any) -> tuple[Any, list[tuple[int, ...]]]:
+    """What parts of `_joined` have in common."""
+    arrays, tree = jax.tree.flatten(part)
+    return tree, [x.shape[:1] + x.shape[2:] for x in arrays]
 
 
 def _joined(limit: jax.Array, parts: list[Any]) -> Drafts:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
@@ -165,7 +166,9 @@ def verify(
         door.split_of(mesh, axis_name, vocab_size),
         check_bool("all_greedy", all_greedy),
     )
-    k = door.k_of(k, vocab_size or MAX_VOCABULARY)
+    # A vocabulary shard does not know how many tokens all have.
+    is_shard = axis_name and mesh is None
+    k = door.k_of(k, vocab_size or (MAX_VOCABULARY if is_shard else logits.shape[-1]))
     batch, num_positions = logits.shape[:2] if row_ids is None else row_ids.shape
     if drafts.token_ids.shape != (batch, num_positions - 1):
         rows = f"logits {logits.shape}" if row_ids is None else f"row_ids {row_ids.shape}"
@@ -479,6 +482,9 @@ def sampled_slots(
         accepted = jnp.arange(considered.shape[1], dtype=jnp.int32)[None] < a[:, None]
     else:
         by_chance = (rules.accept or accepted_by_ratio)(u, p_draft, q_draft)
+        returned = jnp.result_type(by_chance)
+        if not jnp.issubdtype(returned, np.bool_):
+            raise TypeError(f"accept returned {returned}: give a function that returns bools")
         accepted = considered & jnp.where(samples[:, None], by_chance, agrees)
         a, weight = _leading(accepted), None
 

@@ -16,6 +16,7 @@ from jax.export import register_namedtuple_serialization
 from jaxtyping import Float32, Int32
 from numpy.typing import NDArray
 
+from pallas_kernels.contract.arguments import in_32_bits
 from pallas_kernels.contract.field_docs import with_field_docs
 from pallas_kernels.contract.rows import check_ids
 from pallas_kernels.contract.types import Logits, RowIds
@@ -51,7 +52,8 @@ def logprobs_tensors(
         they are their own log_softmax.
       token_ids: [R] int32, the sampled or given tokens.
       k: K, the most that any row wants, a Python int.
-      top_k_nums: [R] int32, how many of the K each row wants; None: all of them.
+      top_k_nums: [R] int32, how many of the K each row wants; None: all of them. Of a JAX array
+        more than K are K, and fewer than none are none: nobody waits to look at it.
       options: further arguments of `topk_logprobs`, except `extra_token_ids`.
 
     Returns:
@@ -61,8 +63,13 @@ def logprobs_tensors(
       logits; vLLM's own count tied tokens too, as `rank_ties="inclusive"` does.
 
     Raises:
-      TypeError, ValueError, NotImplementedError: as `topk_logprobs`.
+      TypeError, ValueError, NotImplementedError: as `topk_logprobs`; ValueError too where a NumPy
+        array asks for fewer than 0 or more than K.
     """
+    if isinstance(top_k_nums, np.ndarray):
+        for number in (top_k_nums.min(initial=0), top_k_nums.max(initial=0)):
+            if not 0 <= number <= k:
+                raise ValueError(f"top_k_nums has {number}: give numbers from 0 to k = {k}")
     results = topk_logprobs(logits, token_ids, k, **options)
     ids, logprobs = results.token_ids, results.logprobs
     if top_k_nums is not None:
@@ -91,7 +98,8 @@ def padded_token_ids(
         program from being compiled for every batch.
 
     Raises:
-      ValueError: a list is longer than `width`.
+      TypeError: what is listed is no integer.
+      ValueError: a list is longer than `width`, or an id is no number of int32.
     """
     lists = [() if ids is None else ids for ids in token_ids]
     longest = max(map(len, lists), default=0)
@@ -100,5 +108,8 @@ def padded_token_ids(
         raise ValueError(f"a row names {longest} token ids; the table has {width} columns")
     table = np.full((len(lists), width), -1, np.int32)
     for row, ids in zip(table, lists, strict=True):
-        row[: len(ids)] = ids
+        numbers = np.asarray(ids)
+        if len(ids) and numbers.dtype.kind not in "iu":
+            raise TypeError(f"token_ids has {ids!r}: give lists of integers, or None")
+        row[: len(ids)] = in_32_bits("token_ids", numbers)
     return table

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from pallas_kernels import padded_token_ids
+from pallas_kernels import logprobs_tensors, padded_token_ids
 from pallas_kernels.testing import oracle
 from tests.support import programs
 
@@ -44,6 +44,21 @@ def test_chosen_ids_of_ragged_lists():
     assert padded_token_ids([None]).shape == (1, 0)
 
 
-def test_what_does_not_fit_is_refused():
-    with pytest.raises(ValueError, match="a row names 3 token ids; the table has 2 columns"):
-        padded_token_ids([[1, 2, 3]], 2)
+@pytest.mark.parametrize(
+    ("ids", "error", "words"),
+    [
+        ([1, 2, 3], ValueError, "a row names 3 token ids; the table has 2 columns"),
+        ([1.5], TypeError, r"token_ids has \[1.5\]"),
+        ([2**32 + 1], ValueError, "token_ids has 4294967297"),
+    ],
+)
+def test_what_does_not_fit_is_refused(ids, error, words):
+    with pytest.raises(error, match=words):
+        padded_token_ids([ids], 2)
+
+
+def test_numbers_of_columns_that_there_are_not_are_refused():
+    x, ids = np.zeros((2, V), np.float32), np.zeros(2, np.int32)
+    for number in (-1, 4):
+        with pytest.raises(ValueError, match=f"top_k_nums has {number}: .* 0 to k = 3"):
+            logprobs_tensors(x, ids, 3, np.int32([1, number]))

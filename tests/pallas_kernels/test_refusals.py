@@ -41,7 +41,7 @@ FLOATS = np.zeros((3, 4097), np.float32)
         ({"extra_token_ids": np.zeros((3, 513), np.int32)}, ValueError, "limit is 512"),
         ({"implementation": "triton"}, ValueError, "'triton' is not known"),
         ({"allowed": WORDS[:, :2]}, ValueError, r"allowed has shape \[3, 2\]; it must be \[3, 1\]"),
-        ({"allowed": WORDS[:, :1].astype(bool)}, TypeError, "allowed has dtype bool; it must"),
+        ({"allowed": WORDS[:, :1].astype(bool)}, TypeError, "allowed has dtype bool.*packbits"),
         ({"bias_token_ids": IDS}, TypeError, "bias is None; pass both"),
         ({"bias_token_ids": IDS, "bias": FLOATS[:, :2]}, ValueError, r"bias has shape \[3, 2\]"),
         ({"bias_token_ids": np.zeros((3, 4097), np.int32), "bias": FLOATS}, ValueError,

@@ -44,7 +44,7 @@ STATIC = {
     "all_greedy": [1, "yes", None],
     "changed": [1, None, True],
     "rule": ["blocks", None, 3],
-    "accept": [3, "u"],
+    "accept": [3, "u", lambda u, p, q: u],
     "shard": [3, "v"],
     "implementation": ["cuda", 3],
     "rank_ties": ["x", 3],
@@ -190,6 +190,7 @@ def test_a_q_that_nobody_looks_at_may_be_anything():
     ({"seed": jax.random.key(0)}, ("seed is of a JAX key", "key=key")),
     ({"seed": np.asarray(jax.random.PRNGKey(0)).repeat(2)[:3]}, ("seed (3,)", "(2,)")),
     ({"top_k": np.ones(2)}, ("top_k is of float64",)),
+    ({"top_k": 2**32 + 3}, ("top_k has 4294967299", "2147483647")),
     ({"temperature": np.ones(3)}, ("temperature (3,)", "[B] = (2,)")),
     ({"seed": 1, "key": jax.random.key(0)}, ("seed and key",)),
     ({"key": jax.random.split(jax.random.key(0), 3)}, ("key (3,)", "2 slots")),
@@ -197,6 +198,13 @@ def test_a_q_that_nobody_looks_at_may_be_anything():
 ])  # fmt: skip
 def test_parameters_without_a_meaning_are_refused(options, complaints):
     refused(complaints, lambda: Sampling.of(2, **options))
+
+
+def test_drafts_of_several_kinds_are_not_joined():
+    certain = Drafts(np.zeros((2, 1), np.int32), np.ones(2, np.int32), None)
+    for other in (Drafts.none(2, 1, 4), Drafts.none(3, 1, 5), certain):
+        drawn = [Drafts.none(2, 1, 5), other]
+        refused(["several kinds"], lambda drawn=drawn: Drafts.joined(drawn, np.ones(2, np.int32)))
 
 
 def test_key_data_that_is_no_seed_a_slot_is_refused():

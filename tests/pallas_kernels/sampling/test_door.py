@@ -53,6 +53,8 @@ def test_numbers_of_other_widths():
     with jax.enable_x64(True):
         wide = jnp.array([-1, 2**32 + 5, 2**40, 3])
         np.testing.assert_array_equal(seeds_taken(wide), [2**32 - 1, 5, 0, 3])
+        top_k = checked_rows(LOGITS, sampling(top_k=wide), POSITIONS)[1].top_k
+        np.testing.assert_array_equal(top_k, [-1, 2**31 - 1, 2**31 - 1, 3])
     for dtype in (jnp.bfloat16, np.float64):
         _, taken, places, _ = checked_rows(
             LOGITS, sampling(temperature=np.full(B, 0.5, dtype)), POSITIONS.astype(np.int64)
@@ -63,7 +65,7 @@ def test_numbers_of_other_widths():
 
 
 def test_parameters_from_one_number_for_all_slots():
-    made = Sampling.of(3, temperature=0.5, top_k=np.array([1, 2, 3]), seed=2**32 - 1)
+    made = Sampling.of(3, temperature=0.5, top_k=np.array([1, 2, 3]), seed=2**64 - 1)
     assert [x.dtype for x in made] == ["float32", "int32", "float32", "float32", "uint32"]
     np.testing.assert_array_equal(made.temperature, [0.5] * 3)
     np.testing.assert_array_equal(made.top_k, [1, 2, 3])
