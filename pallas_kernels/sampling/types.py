@@ -17,6 +17,7 @@ from pallas_kernels.contract.changes import Changes
 from pallas_kernels.contract.field_docs import with_field_docs
 from pallas_kernels.contract.types import AnyArray
 from pallas_kernels.lowering import typed
+from pallas_kernels.lowering.forms import Tree
 from pallas_kernels.lowering.programs import compiled
 from pallas_kernels.sampling.parameters import Sampling, Truncation, of_each_row
 
@@ -299,7 +300,7 @@ def _by_slot(width: int, num: jax.Array, flat: Any) -> tuple[Any, jax.Array, Any
     return ids, num, q
 
 
-def _sizes_of_slots(part: Any) -> tuple[Any, list[tuple[int, ...]]]:
+def _sizes_of_slots(part: Tree) -> tuple[jax.tree_util.PyTreeDef, list[tuple[int, ...]]]:
     """What parts of `_joined` have in common."""
     arrays, tree = jax.tree.flatten(part)
     return tree, [x.shape[:1] + x.shape[2:] for x in arrays]
