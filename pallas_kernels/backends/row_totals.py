@@ -19,7 +19,7 @@ from pallas_kernels.backends.xla.selection import top_k_of_parts
 from pallas_kernels.contract.rows import Outputs, RowSums
 from pallas_kernels.lowering.row_pieces import summed
 from pallas_kernels.meshes.placement import WHOLE, VocabShard
-from pallas_kernels.numbers.exponential import exponential_of_kernels
+from pallas_kernels.numbers.exponential import exponential
 from pallas_kernels.numbers.quotient import quotient
 
 LEAST = -200.0  # the exponential of this is 0 in float32
@@ -82,9 +82,7 @@ def row_mass(
     groups: GroupSums, largest: jax.Array, inverse: jax.Array, vocab_size: int
 ) -> exact_sums.Mass:
     """The rows' sums of exp((x - m) / T), from those of their groups; any split gives its bits."""
-    weights = groups.sums * exponential_of_kernels(
-        scaled(groups.maxima, largest[:, None], inverse[:, None])
-    )
+    weights = groups.sums * exponential(scaled(groups.maxima, largest[:, None], inverse[:, None]))
     return exact_sums.mass(weights, vocab_size)
 
 
@@ -122,7 +120,7 @@ def joined(
     groups = part.groups
     largest = shard.across_maximum(_largest_of(groups))
     apart = scaled(groups.maxima, largest[:, None], inverse[:, None])
-    factors = exponential_of_kernels(apart)
+    factors = exponential(apart)
     digits = [*exact_sums.digits(groups.sums * factors, vocab_size)]
     number = len(digits)
     if groups.weighted is not None:

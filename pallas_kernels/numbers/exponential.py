@@ -17,9 +17,7 @@ from jaxtyping import Array, Float32
 
 from pallas_kernels.contract.types import AnyArray
 
-# 2**f on [-1/2, 1/2] is 1 + 2 f / (q0 + q1 f**2 - q2 f**4 - f), to 8e-9 of itself.
-QUOTIENT = (2.8853900, 0.11552396, 0.00092045381)
-# And it is 1 + f (c1 + f (c2 + ...)), to 1.6e-8 of itself.
+# 2**f on [-1/2, 1/2] is 1 + f (c1 + f (c2 + ...)), to 1.6e-8 of itself.
 EXP2 = (0.6931472, 0.24022648, 0.055503324, 0.009618437, 0.0013398875, 0.00015353362)
 LEAST_EXPONENT = -127  # 2**-127 and less is 0, as -inf gives
 # A sum with it is a whole number, whose last eight bits are those of a float32's exponent.
@@ -34,48 +32,27 @@ def product_apart(a: Float32[Array, "..."], b: Float32[Array, "..."]) -> Array:
 Multiply = Callable[[Array, Array], Array]
 
 
-def exponential(x: Float32[AnyArray, "*rows"]) -> Float32[Array, "*rows"]:
+def exponential(
+    x: Float32[AnyArray, "*rows"], product: Multiply = product_apart
+) -> Float32[Array, "*rows"]:
     """exp(x) float32 of float32 x <= 0; NaN of NaN.
 
     It is 0 below 2**-126 on a CPU, where XLA has no subnormal numbers, and below 2**-126.5 at the
     latest elsewhere.
     The relative error is below 2e-7 * (1 + |x|); rounding x to float32 costs as much.
-    """
-    return _scaled(x, _by_quotient)
-
-
-def exponential_of_kernels(
-    x: Float32[AnyArray, "*rows"], product: Multiply = product_apart
-) -> Float32[Array, "*rows"]:
-    """As `exponential`, without a quotient, which kernels and XLA's programs round differently.
-
     product: one below 4 that no compiler contracts with a sum.
     """
-    return _scaled(x, lambda f: _by_polynomial(f, product))
-
-
-def _scaled(x: Float32[AnyArray, "*rows"], exp2: Callable[[Array], Array]) -> Array:
-    """exp(x), by 2**f of f on [-1/2, 1/2]."""
     exponent = jnp.maximum(x * jnp.float32(math.log2(math.e)), jnp.float32(LEAST_EXPONENT))
     shifted = exponent + jnp.float32(TO_WHOLE)
     # It is positive: without the absolute value, XLA would make one of the two constants.
     fraction = exponent - (jnp.abs(shifted) - jnp.float32(TO_WHOLE))
     # A power of two: this product is exact, so it may be contracted.
-    return exp2(fraction) * lax.bitcast_convert_type(
+    return _exp2(fraction, product) * lax.bitcast_convert_type(
         lax.bitcast_convert_type(shifted, jnp.int32) << 23, jnp.float32
     )
 
 
-def _by_quotient(f: Float32[Array, "*rows"]) -> Float32[Array, "*rows"]:
-    """2**f: half of a polynomial's operations, and a quotient meets no product."""
-    q0, q1, q2 = map(jnp.float32, QUOTIENT)
-    square = f * f
-    even = q0 + product_apart(square, q1 - product_apart(square, q2))
-    power: Array = 1 + (f + f) / (even - f)
-    return power
-
-
-def _by_polynomial(f: Float32[Array, "*rows"], product: Multiply) -> Float32[Array, "*rows"]:
+def _exp2(f: Float32[Array, "*rows"], product: Multiply) -> Float32[Array, "*rows"]:
     """2**f: 1 + f (c1 + c2 f + c3 f**2) + f**4 (c4 + c5 f + c6 f**2), as 1 + g (b + h a)."""
     _, c2, _, c4, c5, c6 = map(jnp.float32, EXP2)
     square = f * f

@@ -26,7 +26,7 @@ from pallas_kernels.backends.mosaic_gpu.schedule import (
     Schedule,
 )
 from pallas_kernels.backends.mosaic_gpu.thread import Value, Vector, Word, word
-from pallas_kernels.numbers.exponential import exponential_of_kernels
+from pallas_kernels.numbers.exponential import exponential
 
 VECTOR = compat.vector_layout()
 _WARPS = 4
@@ -234,7 +234,7 @@ def _digits(
 ) -> list[jax.Array]:
     """The digits [n] int32 of groups with maxima [n] float32; then those for the entropy."""
     apart = row_totals.scaled(groups.maxima, maximum, inverse)
-    factors = exponential_of_kernels(apart, thread.products(layout))
+    factors = exponential(apart, thread.products(layout))
     weights = [groups.sums * factors]
     if groups.weighted is not None:
         by_exponent = row_totals.moved(groups.weighted, apart, groups.sums) * factors

@@ -157,9 +157,9 @@ def of_block(
     groups = GroupSums(_joined([largest_of_part for _, largest_of_part in there]), _joined(sums))
     if not weighted:
         return groups
-    # Not known to be the same: an exponential that both have would be stored.
-    same = forms.barrier(inverse)[:, None]
-    more = [weighted_sums_of(part, largest_of_part, same) for part, largest_of_part in there]
+    more = [
+        weighted_sums_of(part, largest_of_part, inverse[:, None]) for part, largest_of_part in there
+    ]
     return groups._replace(weighted=_joined(more))
 
 
