@@ -11,10 +11,9 @@ from decimal import Decimal
 from typing import Any
 
 MOST_DIVISOR = 1 << 14
-DEEPEST = 64  # schemas in schemas that are looked at; the library refuses deeper ones
 MOST_NODES = 100_000  # that are looked at; a text of 65,536 characters has fewer
 _BRANCHES = ("anyOf", "oneOf")  # one of them, together with what stands beside them
-_ITSELF = ("allOf",)  # all of them, together with it
+_ITSELF = ("allOf", "$ref")  # all of them, together with it
 
 
 def check_schema(schema: Any) -> None:
@@ -23,8 +22,20 @@ def check_schema(schema: Any) -> None:
     Raises:
       ValueError: names the number and the limit.
     """
-    for node in _nodes(schema):
-        _divisor(node, schema, 0)
+    divisors: dict[int, int] = {}  # by a node's id: many ways may lead to a node
+    entered: set[int] = set()
+    for start in _nodes(schema):
+        path = [start]
+        while path:
+            node = path[-1]
+            if id(node) not in entered:
+                entered.add(id(node))
+                parts = _parts(node, schema, *_ITSELF, *_BRANCHES)
+                path += [part for part in parts if id(part) not in entered]
+                continue
+            path.pop()
+            if id(node) not in divisors:
+                divisors[id(node)] = _divisor(node, schema, divisors)
 
 
 def _nodes(schema: Any) -> Iterator[Mapping[str, Any]]:
@@ -40,19 +51,29 @@ def _nodes(schema: Any) -> Iterator[Mapping[str, Any]]:
             waiting.extend(value)
 
 
-def _divisor(node: Any, root: Any, depth: int) -> int:
-    """The largest number that what a node describes must be a multiple of, as `_number` counts."""
-    if not isinstance(node, Mapping) or depth > DEEPEST:
-        return 1
+def _parts(node: Mapping[str, Any], root: Any, *words: str) -> Iterator[Mapping[str, Any]]:
+    """The schemas by these words of a node, which hold for its value too, or may."""
+    for word in words:
+        value = node.get(word)
+        if word == "$ref":
+            value = [_target(root, value)] if isinstance(value, str) else []
+        if isinstance(value, list):
+            yield from (part for part in value if isinstance(part, Mapping))
+
+
+def _divisor(node: Mapping[str, Any], root: Any, divisors: Mapping[int, int]) -> int:
+    """The largest number that what a node describes must be a multiple of, as `_number` counts.
+
+    Args:
+      divisors: of its parts, by their ids. One that leads back to the node has none yet, and adds
+        nothing: the library refuses it beside other words.
+    """
     divisor = _number(node["multipleOf"]) if "multipleOf" in node else 1
-    for name in _ITSELF:
-        for part in _list(node.get(name)):
-            divisor = _together(divisor, _divisor(part, root, depth + 1))
-    if isinstance(reference := node.get("$ref"), str):
-        divisor = _together(divisor, _divisor(_target(root, reference), root, depth + 1))
-    for name in _BRANCHES:
-        branches = [_divisor(part, root, depth + 1) for part in _list(node.get(name))]
-        divisor = max((_together(divisor, part) for part in branches), default=divisor)
+    for part in _parts(node, root, *_ITSELF):
+        divisor = _together(divisor, divisors.get(id(part), 1))
+    for word in _BRANCHES:
+        numbers = (divisors.get(id(part), 1) for part in _parts(node, root, word))
+        divisor = max((_together(divisor, number) for number in numbers), default=divisor)
     return divisor
 
 
@@ -68,8 +89,10 @@ def _together(first: int, second: int) -> int:
 
 def _number(value: Any) -> int:
     """A `multipleOf` without its decimal places, and its factors of 2 and 5."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         return 1  # the library refuses it
+    if isinstance(value, float) and not math.isfinite(value):
+        return 1
     digits = Decimal(str(value)).normalize().as_tuple().digits
     number = int("".join(map(str, digits[:40])))
     for factor in (2, 5):
@@ -81,10 +104,6 @@ def _number(value: Any) -> int:
             "and 5 not counted: check it in your program"
         )
     return max(number, 1)
-
-
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
 
 
 def _target(root: Any, reference: str) -> Any:

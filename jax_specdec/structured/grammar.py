@@ -74,7 +74,8 @@ def _schemas_in(text: str) -> Iterator[Any]:
     decoder = json.JSONDecoder()
     for match in re.finditer(r"%json\s+", text):
         with contextlib.suppress(ValueError):  # the library says what is wrong with it
-            yield decoder.raw_decode(text, match.end())[0]
+            # A part of the text: an error counts the lines before its place.
+            yield decoder.raw_decode(text[match.end() :])[0]
 
 
 def _of_choice(texts: Any) -> str:

@@ -25,8 +25,8 @@ def alone(*numbers):
         alone(16381, 16369, 16363), alone(7, 11, 13, 10007),
         {"allOf": [multiple(100), multiple(250)]},
         {"anyOf": [multiple(16381), multiple(16369)]},  # one or the other
-        multiple("x"), multiple(True), multiple(0), multiple(-3), True, [], 3, None,
-        {"$ref": "#"}, {"$ref": "https://example.com/x"}, {"$ref": "#/none/at/all"},
+        multiple("x"), multiple(True), multiple(10**400), multiple(0), multiple(-3), True, [], 3,
+        None, {"$ref": "#"}, {"$ref": "https://example.com/x"}, {"$ref": "#/none/at/all"},
         {"const": {"multipleOf": 3}},
     ],
     ids=str,
@@ -78,3 +78,9 @@ def test_deep_and_circular_schemas_end():
         deep = {"allOf": [deep]}
     check_schema(deep)
     check_schema({"allOf": [{"$ref": "#"}, {"$ref": "#/allOf/0"}], "multipleOf": 7})
+    check_schema({"anyOf": [{"$ref": "#"}] * 2})  # in time, whatever number of ways there are
+    ways = {f"d{n}": {"allOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in range(200)}
+    check_schema({"$defs": ways | {"d200": multiple(7)}})
+    with pytest.raises(ValueError, match="1009 and 1013 together"):
+        check_schema({"$defs": ways | {"d0": {"allOf": [multiple(1009), {"$ref": "#/$defs/d1"}]},
+                                       "d200": multiple(1013)}})  # fmt: skip
