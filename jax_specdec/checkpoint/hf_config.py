@@ -296,7 +296,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         fields = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not JSON: {error}") from error
     if not isinstance(fields, dict):
         raise CheckpointError(f"{path} holds a {type(fields).__name__}, not a JSON object")

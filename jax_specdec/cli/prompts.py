@@ -152,6 +152,8 @@ def _json(line: str) -> Any:
             f"{error.msg} (column {error.colno}): it must be a JSON object such as "
             '{"prompt": "Hi"}; a file with bare texts needs a name that does not end in .jsonl'
         ) from error
+    except RecursionError as error:
+        raise RequestError(f"the line is not read: {error}") from error
     try:
         json.dumps(fields, ensure_ascii=False).encode()  # fails on half a surrogate pair
     except UnicodeEncodeError as error:

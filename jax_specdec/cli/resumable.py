@@ -127,5 +127,5 @@ class JsonlOutput(Output):
             try:
                 record = json.loads(line)
                 yield {str(record["id"]): str(record["request_digest"])}
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise foreign(f"{self.path}, line {number},") from error

@@ -97,6 +97,8 @@ def _goes_on(line: str) -> bool:
         json.loads(line)
     except json.JSONDecodeError as error:
         return 0 < len(line.rstrip()) <= error.pos
+    except (ValueError, RecursionError):  # of a whole value, which `_json` refuses
+        return False
     return False
 
 
@@ -107,6 +109,8 @@ def _json(text: str, number: int) -> Any:
     except json.JSONDecodeError as error:
         line, column = number + error.lineno - 1, error.colno
         raise ViewError(f"line {line} is not JSON: {error.msg} (column {column})") from error
+    except (ValueError, RecursionError) as error:  # a number, or nested, beyond what Python reads
+        raise ViewError(f"line {number} is not read: {error}") from error
 
 
 def _of_batch(value: Any, strings: Strings) -> list[Shown]:

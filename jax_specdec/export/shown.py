@@ -5,6 +5,7 @@ from the extension beside it (`openai_extension.py`), which it may lack. A promp
 from the extension too, from vLLM's `prompt_logprobs`, or from `echo`.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -123,6 +124,8 @@ def _shown(response: Any, choice: Any, name: str, strings: Strings) -> Shown:
     kinds[:num_prompt] = PROMPT
     kinds[num_prompt:] = _kinds(extension, emitted)
     reason, temperature = choice.get("finish_reason"), extension.get("temperature")
+    if temperature is not None and not math.isfinite(float(temperature)):
+        raise ValueError(f"temperature = {temperature} must be a finite number")
     mode = extension.get("logprobs_mode")
     steps, drafts = _steps(extension, emitted, strings)
     return Shown(

@@ -189,7 +189,7 @@ def structure_of(fields: Body) -> Structured | None:
     functions, required = offered(fields)
     try:
         calls = grammar(functions, required=required) if functions else None
-    except (RecursionError, TypeError) as error:
+    except (RecursionError, TypeError, ValueError) as error:
         raise unfit("tools", f"tools: parameters are no JSON schema: {error}") from error
     structures = {
         "response_format": _of_format(fields.response_format),

@@ -62,10 +62,16 @@ def refused(kind: str, why: str) -> RequestError:
 
 
 def with_white_space(schema: Any) -> Any:
-    """A JSON schema with `WHITE_SPACE` as its rule, unless it has one of its own."""
+    """A JSON schema with `WHITE_SPACE` as its rule, unless it has one of its own.
+
+    Raises:
+      ValueError: its settings are none.
+    """
     if not isinstance(schema, dict):
         return schema
     settings = schema.get("x-guidance", {})
+    if not isinstance(settings, dict):
+        raise ValueError(f"x-guidance = {json.dumps(settings)[:80]} must be an object")
     return schema | {"x-guidance": {"whitespace_pattern": WHITE_SPACE} | settings}
 
 

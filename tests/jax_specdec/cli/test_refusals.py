@@ -15,6 +15,7 @@ SERVE = "serve --model {model}"
 FILES = {
     "p.txt": b"a\n",
     "bare.jsonl": b"bare text\n",
+    "deep.jsonl": b"[" * 9999,
     "o.jsonl": b'{"id": "1", "request_digest": "0"}\n',
     "run.html": b"{}",
     "run.jsonl": b"{}",
@@ -75,6 +76,7 @@ FILES = {
         (f"{GENERATE} --output /", "Is a directory"),
         (f"{GENERATE} --output o.jsonl", "has a record of id '1' that was made from another pro"),
         ("generate --model {model} --prompts bare.jsonl", "column 1): it must be a JSON object s"),
+        ("generate --model {model} --prompts deep.jsonl", "line 1: the line is not read"),
         ("view run.html", "the page would replace"),
         ("view good.jsonl good.html", "the page would replace good.html"),
         ("view run.jsonl", "run.jsonl: line 1 is not a completion"),

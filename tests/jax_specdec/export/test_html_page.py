@@ -8,6 +8,7 @@ import hashlib
 import html
 import itertools
 import json
+import math
 import re
 
 import numpy as np
@@ -210,6 +211,7 @@ def read(text):
         (lambda r: r["choices"][0].pop("text"), "'text' is missing"),
         (lambda r: r["speculation"]["token_kinds"].append("x"), "token_kinds has length 4 for 3"),
         (lambda r: r["speculation"].update(token_kinds=["x"] * 3), "token_kinds has 'x'; known"),
+        (lambda r: r["speculation"].update(temperature=math.nan), "temperature = nan must be"),
         (lambda r: r["speculation"]["by_step"].pop(), "by_step does not add up to 3 tokens"),
         *[(lambda r, name=name: r["choices"][0]["logprobs"][name].pop(), f"{name} has length 2")
           for name in ("token_logprobs", "top_logprobs")],
@@ -242,6 +244,7 @@ def test_an_array_of_responses_is_read(indent):
     ("[", "line 1 is not JSON: Expecting value (column 2)"),
     ("\n[\n1,\n!]", "line 4 is not JSON"), ("[]", "there is no response in it"),
     *[(text, "line 1 is no") for text in ("{", "3", "null", '"choices"')],
+    *[("\n" + text, "line 2 is not read: ") for text in ("[" * 9999, '{"":' * 9999, "9" * 5000)],
     ("\n", "there is no response in it"),
     (json.dumps(BOTH[0]) + "\n" + json.dumps(BOTH[0])[:-5], "line 2 is not JSON"),
     ('{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}',

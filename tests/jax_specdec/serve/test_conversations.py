@@ -79,7 +79,7 @@ def test_names_of_calls_fit_mistrals_templates(model_of):
 @pytest.mark.parametrize(
     ("parameters", "field", "said"),
     [
-        ({"x-guidance": 1}, "tools", "are no JSON schema"),
+        ({"x-guidance": 1}, "tools", "are no JSON schema: x-guidance = 1 must be an object"),
         ({"type": "object", "properties": {"a": functools.reduce(
             lambda inner, _: {"items": inner}, range(5000), {})}}, "messages", "nested too deep"),
     ],
