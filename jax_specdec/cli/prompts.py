@@ -10,6 +10,7 @@ The name "-" stands for standard input, which is a text file.
 import dataclasses
 import hashlib
 import json
+import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -198,10 +199,10 @@ def _prompt(
 
 def _stops(value: Any) -> tuple[str, ...]:
     """Stop strings: one, several, or none."""
-    stops = () if value is None else (value,) if isinstance(value, str) else tuple(value)
-    if not all(isinstance(stop, str) and stop for stop in stops):
+    stops = [] if value is None else [value] if isinstance(value, str) else value
+    if not isinstance(stops, list | tuple) or not all(isinstance(s, str) and s for s in stops):
         raise RequestError(f"stop = {value!r} must be a string or strings, none of them empty")
-    return stops
+    return tuple(stops)
 
 
 def sampling_params(fields: Mapping[str, Any], defaults: SamplingParams) -> SamplingParams:
@@ -220,13 +221,13 @@ def sampling_params(fields: Mapping[str, Any], defaults: SamplingParams) -> Samp
         if name not in types:
             raise RequestError(f"{name!r} {_way_out(name, ['id', *_PROMPTS, 'stop', *types])}")
         if name == "logprobs_mode":
-            if value not in _MODES:
+            if not isinstance(value, str) or value not in _MODES:
                 raise RequestError(f"{name} = {value!r} must be one of {', '.join(_MODES)}")
             values[name] = _MODES[value]
         elif name == "logit_bias" and isinstance(value, dict):
             values[name] = biases_of_json(value)
         elif types[name] is float and type(value) is int:
-            values[name] = float(value)
+            values[name] = float(value) if abs(value) < 1 << 64 else math.inf
     return dataclasses.replace(defaults, **values)
 
 
