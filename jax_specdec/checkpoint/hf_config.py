@@ -18,6 +18,7 @@ from jax_specdec.checkpoint.rope_scaling import FULL, SLIDING, read_rope, read_r
 
 _Fields = Mapping[str, Any]
 GELU = "gelu_pytorch_tanh"
+MAX_LAYERS = 2**16
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,8 @@ def only(fields: _Fields, name: str, fine: bool, supported: str) -> None:
 def _sliding(family: Family, fields: _Fields) -> tuple[int | None, tuple[int, ...]]:
     """The window, and the layers that have it."""
     count, window = fields["num_hidden_layers"], fields.get("sliding_window")
+    if isinstance(count, int) and count > MAX_LAYERS:
+        raise ValueError(f"num_hidden_layers = {count} may be {MAX_LAYERS} at most")
     if family.sliding in ("switched", "upper") and not fields.get("use_sliding_window"):
         window = None
     first = fields.get("max_window_layers", 28) if family.sliding == "upper" else 0
@@ -249,13 +252,14 @@ def config_of(path: Path, fields: Mapping[str, Any], dtype: str) -> HfConfig:
     architecture = _architecture(path, fields)
     try:
         model = _model(architecture, fields, dtype)
+        length = fields.get("max_position_embeddings")
+        max_length = None if length is None else int(length)
     except KeyError as error:
         raise CheckpointError(f"{path} lacks {error}") from error
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, ArithmeticError) as error:
         raise CheckpointError(f"{path}: {error}") from error
     stops = _ids(path, fields.get("eos_token_id"))
-    length = fields.get("max_position_embeddings")
-    return HfConfig(architecture, model, stops, None if length is None else int(length))
+    return HfConfig(architecture, model, stops, max_length)
 
 
 def eos_token_ids(directory: Path) -> tuple[int, ...] | None:

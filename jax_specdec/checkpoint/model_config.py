@@ -83,6 +83,12 @@ class ModelConfig:
                 rest = ", or None" if optional else ""
                 raise ValueError(f"{name} must be positive and finite{rest}, not {value!r}")
         self._check_sliding()
+        counts = self.experts_per_token, self.num_experts
+        if not all(isinstance(count, int) for count in counts):
+            raise ValueError(
+                f"experts_per_token={self.experts_per_token!r} and num_experts="
+                f"{self.num_experts!r} must be integers"
+            )
         if not 0 <= self.experts_per_token <= self.num_experts:
             raise ValueError(
                 f"experts_per_token={self.experts_per_token} must be from 0 to "
@@ -107,7 +113,9 @@ class ModelConfig:
 
     def _check_sliding(self) -> None:
         layers, window = self.sliding_layers, self.sliding_window
-        if list(layers) != sorted(set(layers) & set(range(self.num_layers))):
+        if list(layers) != sorted(
+            layer for layer in set(layers) if layer in range(self.num_layers)
+        ):
             raise ValueError(
                 f"sliding_layers must be ascending indices below num_layers={self.num_layers}, "
                 f"not {layers}"

@@ -97,7 +97,7 @@ def read_rope(fields: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
       KeyError: a number is missing.
       ValueError: something of it is not supported.
     """
-    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    rope = _object(fields, "rope_parameters") or _object(fields, "rope_scaling")
     theta = float(rope.get("rope_theta", fields.get("rope_theta", 10_000.0)))
     for where in (rope, fields):
         if where.get("partial_rotary_factor", 1.0) != 1.0:
@@ -133,7 +133,7 @@ def read_rope(fields: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
 
 def read_rope_by_kind(fields: Mapping[str, Any]) -> tuple[float, RopeScaling | None, float]:
     """`read_rope` of full layers, and the rotary base of sliding ones (Gemma 3)."""
-    rope = fields.get("rope_parameters") or {}
+    rope = _object(fields, "rope_parameters")
     if not {FULL, SLIDING} & rope.keys():
         return *read_rope(fields), float(fields.get("rope_local_base_freq", 10_000.0))
     defaults = {FULL: 1_000_000.0, SLIDING: 10_000.0}
@@ -148,6 +148,13 @@ def read_rope_by_kind(fields: Mapping[str, Any]) -> tuple[float, RopeScaling | N
             f"rotary positions of sliding layers must be default, not {sliding_scaling.kind!r}"
         )
     return theta, scaling, sliding
+
+
+def _object(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = fields.get(name) or {}
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{name} = {value!r} must be an object")
+    return value
 
 
 def _yarn(rope: Mapping[str, Any], fields: Mapping[str, Any]) -> RopeScaling:

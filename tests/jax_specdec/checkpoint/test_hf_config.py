@@ -84,6 +84,12 @@ def test_ids_that_end_a_text(directory):
         ({"rope_scaling": {"type": "linear"}}, "lacks 'factor'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported"),
         ({"num_attention_heads": 3, "head_dim": None}, "16 is not a multiple of num_attention"),
+        ({"num_hidden_layers": 2**31}, "num_hidden_layers = 2147483648 may be 65536 at most"),
+        ({"num_hidden_layers": 999}, "tensors are too few for 999 layers"),
+        ({"rms_norm_eps": 10**400}, "int too large"),
+        ({"rope_theta": 10**400}, "int too large"),
+        ({"max_position_embeddings": []}, "int.. argument must be"),
+        ({"rope_scaling": "yarn"}, "rope_scaling = 'yarn' must be an object"),
         ({"vocab_size": "many"}, "vocab_size must be a positive integer, not 'many'"),
     ],
 )  # fmt: skip
