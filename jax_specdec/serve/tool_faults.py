@@ -40,7 +40,10 @@ def fault(functions: Sequence[Mapping[str, Any]], first_line: int, message: str)
     function = functions[at]
     where = f"the function {function['name']!r}"
     schema = function.get("parameters") or {}
-    name, word = next(_places(schema, schema, reason, "", set()), ("", ""))
+    try:
+        name, word = next(_places(schema, schema, reason, "", set()), ("", ""))
+    except RecursionError:  # a thousand references, each of which names the next
+        name, word = "", ""
     if word:
         where += f", property {name.removeprefix('.')!r}" if name else ", its parameters"
         where += f": the word {word!r}"

@@ -145,13 +145,15 @@ def test_objects_that_others_add_to_stay_open(name):
     assert may_call(parameters, arguments)
 
 
-def test_a_recursive_schema_is_looked_through_once():
+@pytest.mark.parametrize("length", [60, 2000])
+def test_a_recursive_schema_is_looked_through_once(length):
     """Each definition names the next one twice: 2 ** 60 ways."""
     definitions = {
         f"D{n}": of(a={"$ref": f"#/$defs/D{n + 1}"}, b={"$ref": f"#/$defs/D{n + 1}"})
-        for n in range(60)
+        for n in range(length)
     }
-    parameters = {"$ref": "#/$defs/D0", "$defs": {**definitions, "D60": {"type": "any"}}}
+    last = {f"D{length}": {"type": "any"}}
+    parameters = {"$ref": "#/$defs/D0", "$defs": definitions | last}
     said = fault([{"name": "f", "parameters": parameters}], 2,
                  "at 2(9): failed to compile JSON schema: Unknown format: none")  # fmt: skip
     assert said.startswith("the function 'f' cannot be served (Unknown format: none)")
