@@ -92,7 +92,7 @@ def open_model(directory: str | Path, *, dtype: str = "") -> HfModel:
         hf, stored = read_config(directory, dtype=dtype), stored_tensors(directory)
     if hf.model.num_layers * max(1, hf.model.num_experts) > len(stored):
         raise CheckpointError(
-            f"{directory} does not fit its config.json: {len(stored)} tensors are too few for "
+            f"{directory} does not fit its configuration: {len(stored)} tensors are too few for "
             f"{hf.model.num_layers} layers of {max(1, hf.model.num_experts)} feed-forward parts"
         )
     config = replace(hf.model, num_mtp_layers=1)

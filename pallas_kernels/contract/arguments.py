@@ -125,9 +125,10 @@ def numbers_of(name: str, x: ArrayLike, dtype: DTypeLike) -> jax.Array:
     except ValueError:  # lists of several lengths
         raise TypeError(f"{name} is a {type(x).__name__}: give a number, or {ARRAY}") from None
     if jnp.issubdtype(dtype, jnp.integer):
-        are_seeds = dtype == jnp.uint32 and isinstance(values, np.ndarray)
-        if are_seeds and all(isinstance(number, int) for number in np.asarray(values).flat):
-            values = np.asarray(values % 2**32, np.uint32)  # of more than 64 bits
+        if isinstance(values, np.ndarray) and values.dtype == object and dtype == jnp.uint32:
+            # Seeds of more than 64 bits.
+            is_whole = all(isinstance(number, int) for number in values.flat)
+            values = np.asarray(values % 2**32, np.uint32) if is_whole else values
         return integers(name, values, dtype)
     is_real = jnp.issubdtype(values.dtype, jnp.floating) or jnp.issubdtype(
         values.dtype, jnp.integer

@@ -128,8 +128,11 @@ def is_inclusive(rank_ties: str) -> bool:
 def skipped_rows(num_targets: int, outputs: Outputs, num_extra: int) -> TopkLogprobs:
     """The results of rows that were not worked on."""
 
+    # Under `debug_nans` a NaN that no row has would stop the call.
+    missing = 0.0 if isinstance(num_targets, int) and num_targets == 0 else jnp.nan
+
     def nan(*shape: int) -> jax.Array:
-        return jnp.full((num_targets, *shape), jnp.nan, jnp.float32)
+        return jnp.full((num_targets, *shape), missing, jnp.float32)
 
     return TopkLogprobs(
         token_ids=jnp.full((num_targets, outputs.k + 1), -1, jnp.int32),
@@ -194,8 +197,8 @@ def check_k(k: int, vocabulary: int) -> int:
         raise TypeError(f"k is {k!r}; it must be a Python int: it decides the outputs' shapes")
     limit = min(MAX_K, vocabulary)
     if not 0 <= number <= limit:
-        of = f" (the vocabulary has {vocabulary} tokens)" if vocabulary < MAX_K else ""
-        raise ValueError(f"k = {number} is outside 0 .. {limit}{of}")
+        reason = f" (the vocabulary has {vocabulary} tokens)" if vocabulary < MAX_K else ""
+        raise ValueError(f"k = {number} is outside 0 .. {limit}{reason}")
     return number
 
 

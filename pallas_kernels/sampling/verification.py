@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
@@ -483,7 +482,7 @@ def sampled_slots(
     else:
         by_chance = (rules.accept or accepted_by_ratio)(u, p_draft, q_draft)
         returned = jnp.result_type(by_chance)
-        if not jnp.issubdtype(returned, np.bool_):
+        if not jnp.issubdtype(returned, jnp.bool_):
             raise TypeError(f"accept returned {returned}: give a function that returns bools")
         accepted = considered & jnp.where(samples[:, None], by_chance, agrees)
         a, weight = _leading(accepted), None

@@ -66,14 +66,14 @@ def logprobs_tensors(
       TypeError, ValueError, NotImplementedError: as `topk_logprobs`; ValueError too where a NumPy
         array asks for fewer than 0 or more than K.
     """
-    if isinstance(top_k_nums, np.ndarray):
-        for number in (top_k_nums.min(initial=0), top_k_nums.max(initial=0)):
-            if not 0 <= number <= k:
-                raise ValueError(f"top_k_nums has {number}: give numbers from 0 to k = {k}")
     results = topk_logprobs(logits, token_ids, k, **options)
     ids, logprobs = results.token_ids, results.logprobs
     if top_k_nums is not None:
         num_columns = check_ids("top_k_nums", top_k_nums, (ids.shape[0],))
+        if isinstance(top_k_nums, np.ndarray):
+            for number in (top_k_nums.min(initial=0), top_k_nums.max(initial=0)):
+                if not 0 <= number <= k:
+                    raise ValueError(f"top_k_nums has {number}: give numbers from 0 to k = {k}")
         ids, logprobs = compiled(_first_columns)(ids, logprobs, num_columns)
     return LogprobsTensors(ids, logprobs, results.token_ranks)
 

@@ -37,6 +37,12 @@ def test_equal_calls_of_both_doors_compile_once(calls):
     assert {name: count for name, count in stayed.items() if count > 0} == {}
 
 
+def test_no_rows_hold_no_nan():
+    x, ids = np.zeros((0, 5), np.float32), np.zeros(0, np.int32)
+    with jax.debug_nans(True):
+        assert kernels.topk_logprobs(x, ids, 2, entropy=True).logprobs.shape == (0, 3)
+
+
 def test_counts_see_a_call_that_compiles_anew():
     x = jax.numpy.ones((2, 5))
     with compiled_here() as programs:

@@ -62,3 +62,5 @@ def test_numbers_of_columns_that_there_are_not_are_refused():
     for number in (-1, 4):
         with pytest.raises(ValueError, match=f"top_k_nums has {number}: .* 0 to k = 3"):
             logprobs_tensors(x, ids, 3, np.int32([1, number]))
+    with pytest.raises(TypeError, match="k is '3'"):
+        logprobs_tensors(x, ids, "3", np.int32([1, 2]))
