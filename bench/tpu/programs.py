@@ -81,6 +81,7 @@ def measure(
     from bench.tpu import bundles
     from pallas_kernels import linear_topk_logprobs, topk_logprobs, use_implementation
     from pallas_kernels.backends import read
+    from pallas_kernels.backends.groups import Needed
     from pallas_kernels.backends.mosaic_tpu import rows as run
     from pallas_kernels.backends.mosaic_tpu import schedule
     from pallas_kernels.sampling.rows import GroupedRows
@@ -93,7 +94,7 @@ def measure(
         if way == "groups":  # without candidates
             part = GroupedRows.of(x).part
             inverse = 1 / (1 + ids.astype(jnp.float32))
-            nothing = jnp.zeros_like(ids)
+            nothing = Needed.all_of(jnp.zeros_like(ids))
             with use_implementation("mosaic_tpu"):
                 return read.read_groups(part, inverse, nothing, -1)[0].groups
         if way == "linear":

@@ -20,7 +20,8 @@ from pallas_kernels.numbers.quotient import quotient
 
 _Result = TypeVar("_Result", bound=Tree)
 WIDTH = 256  # tokens of a group
-FEW = 64  # candidates: most rows that are cut need no more
+FIRST = 20  # candidates: most rows that top-p cuts need no more
+FEW = 64
 MANY = 128
 LARGEST = 3.4028234663852886e38  # float32
 
@@ -57,6 +58,18 @@ class RowPart(NamedTuple):
     offset: Int32[Array, ""]  # the column where its first group begins
 
 
+class Needed(NamedTuple):
+    """How many candidates each of R rows needs."""
+
+    number: Int32[Array, " R"]  # at most `MANY`
+    share: Float32[Array, " R"]  # fewer will do that have so much of the row's weight; else above 1
+
+    @classmethod
+    def all_of(cls, number: Int32[Array, " R"]) -> "Needed":
+        """So many, and never fewer."""
+        return cls(number, jnp.full(number.shape, 2, jnp.float32))
+
+
 class Read(NamedTuple):
     """The results of a read of R rows. K is the most columns that a row may have."""
 
@@ -64,6 +77,7 @@ class Read(NamedTuple):
     raw_sums: Float32[Array, "R _"]  # the sums at temperature 1, where they were asked for
     top_ids: Int32[Array, "R K"]  # columns of the part; -1 where a row has no more, or none needed
     top_logits: Float32[Array, "R K"]  # descending, ties lowest id first
+    num_candidates: Int32[Array, " R"]  # how many of them decide; as needed, or fewer that will do
 
 
 class Top(NamedTuple):

@@ -12,7 +12,16 @@ import jax
 from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels.backends.choose import KERNELS, kernels_or_xla
-from pallas_kernels.backends.groups import FEW, Drawn, ListedRows, Read, RowPart, RowsToDraw, Top
+from pallas_kernels.backends.groups import (
+    FEW,
+    Drawn,
+    ListedRows,
+    Needed,
+    Read,
+    RowPart,
+    RowsToDraw,
+    Top,
+)
 from pallas_kernels.backends.row_totals import PartSums
 from pallas_kernels.backends.xla import groups
 from pallas_kernels.backends.xla import rows as xla
@@ -29,7 +38,7 @@ MOST_TAKEN = 128  # tokens of a row, one a thread
 def read_groups(
     part: RowPart,
     inverse: jax.Array,
-    needed: jax.Array,
+    needed: Needed,
     k: int,
     changes: Changes | None = None,
 ) -> tuple[Read, ...]:
@@ -41,7 +50,7 @@ def read_groups(
     Args:
       part: the logits.
       inverse: `inverse_temperature` of each row.
-      needed: how many candidates each row needs.
+      needed: of each row; on kernels all that it may need.
       k, changes: as for `xla.groups.read_part`.
     """
     return kernels_or_xla(

@@ -117,7 +117,7 @@ def cuts(
             read.scale,
             sampling,
             rows.vocab_size,
-            row_read.num_candidates(sampling, rows.vocab_size),
+            jnp.maximum(read.num_candidates, 1),
         )
         cut = parameters.where(is_cut & settled, cut, no_cut)
         if rows.vocab_size <= MANY_CANDIDATES:

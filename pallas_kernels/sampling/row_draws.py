@@ -30,7 +30,7 @@ from pallas_kernels.lowering.prevent_recompute import prevent_recompute
 from pallas_kernels.lowering.row_pieces import at_place, filled, summed
 from pallas_kernels.numbers.random_draws import GROUP, RECOVER, Source, best, gumbel, log_of
 from pallas_kernels.sampling.parameters import Sampling, Truncation, truncates
-from pallas_kernels.sampling.row_read import RowSummary, num_candidates
+from pallas_kernels.sampling.row_read import RowSummary
 from pallas_kernels.sampling.rows import GroupedRows
 from pallas_kernels.sampling.types import Batch
 
@@ -301,7 +301,7 @@ def keeps_few(
     is_cut = truncates(sampling)
     if vocab_size <= MANY_CANDIDATES:
         return is_cut
-    last = num_candidates(sampling, vocab_size) - 1
+    last = jnp.maximum(read.num_candidates, 1) - 1
     ids, logits = at_place(last, (read.top_ids, read.top_logits))
     more = keeps(logits, ids, cut.cut_logit, cut.cut_id) & (ids >= 0)  # perhaps
     by_k = (sampling.top_k > 0) & (sampling.top_k <= MANY_CANDIDATES)

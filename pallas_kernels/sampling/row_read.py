@@ -15,6 +15,7 @@ from pallas_kernels.backends.groups import FEW as FEW_CANDIDATES
 from pallas_kernels.backends.groups import MANY as MANY_CANDIDATES
 from pallas_kernels.backends.groups import (
     GroupSums,
+    Needed,
     Read,
     inverse_temperature,
 )
@@ -44,6 +45,7 @@ class RowSummary(NamedTuple):
     groups: GroupSums  # [N, G], at each row's temperature
     top_ids: Int32[Array, "N _"]  # of the rows that are cut; -1 where there are no more
     top_logits: Float32[Array, "N _"]
+    num_candidates: Int32[Array, " N"]  # how many of them decide, of the rows that are cut
     largest: Float32[Array, " N"]  # m
     inverse: Float32[Array, " N"]  # 1 / T
     total: exact_sums.Mass  # of exp((x - m) / T) over the row
@@ -87,7 +89,10 @@ def read_changed(
     """
     inverse = inverse_temperature(sampling.temperature)
     count = num_candidates(sampling, rows.vocab_size)
-    needed = jnp.where((sampling.temperature > 0) & truncates(sampling), count, 0)
+    number = jnp.where((sampling.temperature > 0) & truncates(sampling), count, 0)
+    by_k = (sampling.top_k > 0) & (sampling.top_k <= MANY_CANDIDATES)
+    by_p = (sampling.top_p < 1) & ~by_k
+    needed = Needed(number, jnp.where(by_p, sampling.top_p, jnp.float32(2)))
     targets = inverse, needed, -1 if k is None else max(k, 1)
     first, *others = rows.read(*targets) + (() if unchanged is None else unchanged.read(*targets))
     if others:
@@ -97,7 +102,7 @@ def read_changed(
 
 def _of_read(part: Read, inverse: jax.Array, k: int | None, vocab_size: int) -> RowSummary:
     """What a read has found, with what is the same of all its groups."""
-    groups, raw_sums, top_ids, top_logits = part
+    groups, raw_sums, top_ids, top_logits, number = part
     # A group with a NaN is as one with +inf: its row is not valid.
     spoiled = jnp.isnan(groups.maxima) | jnp.isnan(groups.sums)
     numbers = lax.broadcasted_iota(jnp.int32, spoiled.shape, 1)
@@ -110,6 +115,7 @@ def _of_read(part: Read, inverse: jax.Array, k: int | None, vocab_size: int) -> 
         groups=groups,
         top_ids=top_ids,
         top_logits=top_logits,
+        num_candidates=number,
         largest=largest,
         inverse=inverse,
         total=total,

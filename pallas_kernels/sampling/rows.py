@@ -19,8 +19,10 @@ from pallas_kernels.backends.groups import (
     WIDTH,
     GroupSums,
     ListedRows,
+    Needed,
     Read,
     RowPart,
+    Top,
     columns_of_groups,
     number_of_groups,
     whole_groups,
@@ -94,13 +96,13 @@ class GroupedRows:
         """W, the tokens of a group: 256, or fewer where there is one group alone."""
         return self.part.tail.shape[2]
 
-    def read(
-        self, inverse: Float32[Array, " N"], needed: Int32[Array, " N"], k: int = -1
-    ) -> tuple[Read, ...]:
+    def read(self, inverse: Float32[Array, " N"], needed: Needed, k: int = -1) -> tuple[Read, ...]:
         """`read.read_groups`; every shard gets the whole rows'.
 
         With changes, that of the changed rows and, with k, that of the logits themselves.
         """
+        if self.shard.axis_name is not None:  # none knows the weight of a row
+            needed = Needed.all_of(needed.number)
         reads = read.read_groups(self.part, inverse, needed, k, changes=self.changes)
         if self.shard.axis_name is None:
             return reads
@@ -109,7 +111,7 @@ class GroupedRows:
         if k > 0:
             return (self._gathered(part_read, count, with_top=True),)
         gathered: Read = lax.cond(
-            jnp.any(needed > 0),
+            jnp.any(needed.number > 0),
             lambda: self._gathered(part_read, count, with_top=True),
             lambda: self._gathered(part_read, count, with_top=False),
         )
@@ -195,7 +197,7 @@ class GroupedRows:
     def _gathered(self, part_read: Read, count: int, *, with_top: bool) -> Read:
         """Every shard's part of a read, in one exchange; with `count` candidates or without."""
         number = None if with_top else 0
-        top = _of_vocabulary(self.logits, self.shard, *(x[:, :number] for x in part_read[2:]))
+        top = _of_vocabulary(self.logits, self.shard, *(x[:, :number] for x in part_read[2:4]))
         arrays = part_read.groups, part_read.raw_sums, top
         groups_of_shards, raw, (ids, logits) = self.shard.gathered_together(arrays)
         where = self._places()
@@ -206,7 +208,8 @@ class GroupedRows:
         groups = GroupSums(joined(groups_of_shards.maxima), joined(groups_of_shards.sums))
         raw = joined(raw) if part_read.raw_sums.shape[1] else groups.sums[:, :0]
         ids, logits = top_k_of_parts(ids, logits, count) if with_top else (ids[0], logits[0])
-        return Read(groups, raw, filled(ids, count, -1), filled(logits, count, -jnp.inf))
+        top = Top(filled(ids, count, -1), filled(logits, count, -jnp.inf))
+        return Read(groups, raw, *top, part_read.num_candidates)
 
     def _places(self) -> np.ndarray:
         """Where each group [G] is among the shards' columns, shards * L of them."""

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.backends import read
-from pallas_kernels.backends.groups import Drawn, ListedRows, Read, RowPart, RowsToDraw, Top
+from pallas_kernels.backends.groups import Drawn, ListedRows, Needed, Read, RowPart, RowsToDraw, Top
 from pallas_kernels.contract.changes import Changes
 from pallas_kernels.contract.rows import Outputs, Rows
 from pallas_kernels.contract.types import TopkLogprobs
@@ -64,7 +64,7 @@ def by_name(name: Implementation) -> Kernels:
 
     def groups(part: RowPart, inverse: jax.Array, needed: jax.Array, k: int) -> Read:
         with use_implementation(name):
-            return read.read_groups(part, inverse, needed, k)[0]
+            return read.read_groups(part, inverse, Needed.all_of(needed), k)[0]
 
     return Kernels(
         topk=functools.partial(_topk, name),

@@ -25,7 +25,7 @@ from pallas_kernels import (
     use_implementation,
 )
 from pallas_kernels.backends import read
-from pallas_kernels.backends.groups import GroupSums
+from pallas_kernels.backends.groups import GroupSums, Needed
 from pallas_kernels.sampling import Drafts, Sampling, emitted_logprobs, verify
 from pallas_kernels.sampling.rows import GroupedRows
 from pallas_kernels.testing import checks, plain
@@ -227,7 +227,8 @@ def jax_calls(job: str, shape: Shape, backend: str, rehearse: bool) -> dict[str,
     if job == SAMPLED:
 
         def groups(x: jax.Array, name: Any) -> tuple[GroupSums, Any]:
-            needed, inverse = jnp.full(len(x), 10, jnp.int32), jnp.ones(len(x))
+            needed = Needed.all_of(jnp.full(len(x), 10, jnp.int32))
+            inverse = jnp.ones(len(x))
             with use_implementation(name):
                 summary = read.read_groups(GroupedRows.of(x).part, inverse, needed, k)[0]
             return summary.groups, summary.top_ids

@@ -16,6 +16,7 @@ from pallas_kernels.backends.groups import (
     MANY,
     GroupSums,
     ListedRows,
+    Needed,
     Read,
     RowPart,
     Top,
@@ -42,7 +43,7 @@ def read_part(
     part: RowPart,
     k: int,
     inverse: jax.Array,
-    needed: jax.Array,
+    needed: Needed,
     changes: Changes | None = None,
     schedule: Schedule | None = None,
 ) -> tuple[Read, ...]:
@@ -78,7 +79,8 @@ def read_part(
         sums = vary_like((groups, raw_sums), (part, inverse))
         # What decides nothing gives no candidates but the top k.
         steps = () if i else (FEW, MANY)
-        return Read(*sums, *as_many_as_needed(part.logits, needed, k, top, steps))
+        candidates = as_many_as_needed(part.logits, needed.number, k, top, steps)
+        return Read(*sums, *candidates, needed.number)
 
     return tuple(read_of(i, *sums) for i, sums in enumerate(found))
 

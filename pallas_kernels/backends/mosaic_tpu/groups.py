@@ -10,6 +10,7 @@ import jax
 from pallas_kernels.backends.groups import (
     FEW,
     ListedRows,
+    Needed,
     Read,
     RowPart,
     Top,
@@ -25,7 +26,7 @@ from pallas_kernels.lowering.forms import vary_like
 
 
 def read_part(
-    part: RowPart, k: int, inverse: jax.Array, needed: jax.Array, changes: None = None
+    part: RowPart, k: int, inverse: jax.Array, needed: Needed, changes: None = None
 ) -> tuple[Read, ...]:
     """`xla.groups.read_part`, with the kernels, which take no changes.
 
@@ -47,7 +48,8 @@ def read_part(
             return by_xla(count)
 
     sums = vary_like(read_groups(part, inverse, k >= 0), (part, inverse))
-    return (Read(*sums, *as_many_as_needed(part.logits, needed, k, top)),)
+    candidates = as_many_as_needed(part.logits, needed.number, k, top)
+    return (Read(*sums, *candidates, needed.number),)
 
 
 def candidates(rows: ListedRows, k: int) -> Top:

@@ -15,9 +15,12 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas_kernels.backends.groups import (
+    FEW,
+    FIRST,
     MANY,
     GroupSums,
     ListedRows,
+    Needed,
     Read,
     RowPart,
     Top,
@@ -25,14 +28,15 @@ from pallas_kernels.backends.groups import (
     columns_of_groups,
     whole_groups,
 )
+from pallas_kernels.backends.row_totals import scaled
 from pallas_kernels.backends.xla import block_rows, group_sums, selection
 from pallas_kernels.backends.xla.group_sums import EIGHT
 from pallas_kernels.backends.xla.selection import from_groups_on_cpu
 from pallas_kernels.backends.xla.tails import tail_of
 from pallas_kernels.contract.changes import Changes, apply, apply_at
 from pallas_kernels.contract.changes import of_rows as changes_of_rows
-from pallas_kernels.lowering import forms
-from pallas_kernels.lowering.forms import Tree
+from pallas_kernels.lowering import forms, typed
+from pallas_kernels.lowering.forms import Tree, vary_like
 from pallas_kernels.lowering.platforms import lowered_for
 from pallas_kernels.lowering.prevent_recompute import prevent_recompute
 from pallas_kernels.lowering.row_pieces import number_where
@@ -42,6 +46,7 @@ from pallas_kernels.numbers.ordered_keys import as_integers, strictly_larger
 # a CPU, one row by itself takes half the time of a block of four.
 LISTED_ON_CPU, LISTED = 4, 32
 FEW_TARGETS = 32  # of so many, seldom more than one is on a list
+_MORE_THAN_ROUNDING = 1.001  # of a sum of weights
 
 
 # How many rows of logits to work on at a time: `block_rows.rows_on_cpu` and its like.
@@ -53,7 +58,7 @@ def read_part(
     part: RowPart,
     k: int,
     inverse: Float32[Array, " N"],
-    needed: Int32[Array, " N"],
+    needed: Needed,
     changes: Changes | None = None,
 ) -> tuple[Read, ...]:
     """Read all rows as they are changed and, with k, as they are: of each block both.
@@ -63,7 +68,7 @@ def read_part(
       k: static; the top k of every row and the sums at temperature 1 are wanted too, but no such
         sums of changed rows. -1: neither.
       inverse: `inverse_temperature` of each row.
-      needed: how many candidates each row needs; at most `MANY` are given.
+      needed: of each row.
       changes: of the logits. None: one read of these.
     """
     own_too = changes is not None and k >= 0
@@ -73,28 +78,32 @@ def read_part(
         zeros = jnp.zeros((rows, whole_groups(part) + part.tail.shape[1]), jnp.float32)
         shape = rows, min(max(k, MANY), part.logits.shape[1])
         missing = jnp.full(shape, -1, jnp.int32), jnp.full(shape, -jnp.inf, jnp.float32)
-        unchanged = Read(GroupSums(zeros, zeros), zeros if k >= 0 else zeros[:, :0], *missing)
+        raw_sums, number = zeros if k >= 0 else zeros[:, :0], jnp.zeros(rows, jnp.int32)
+        unchanged = Read(GroupSums(zeros, zeros), raw_sums, *missing, number)
         return (unchanged._replace(raw_sums=zeros[:, :0]), unchanged) if own_too else (unchanged,)
 
     def read_on(
-        size: Size, part: RowPart, inverse: jax.Array, needed: jax.Array, changes: Changes | None
+        size: Size, part: RowPart, inverse: jax.Array, needed: Needed, changes: Changes | None
     ) -> tuple[Read, ...]:
         def work(
             x: jax.Array,
             unchanged_x: jax.Array,
             tail: jax.Array,
             inverse: jax.Array,
-            needed: jax.Array,
+            *numbers: jax.Array,
         ) -> tuple[Read, ...]:
+            needed = Needed(*numbers)
             changed = _of_block(RowPart(x, tail, part.offset), inverse, needed, k, raw=not own_too)
             if not own_too:
                 return (changed,)
             unchanged = RowPart(unchanged_x, tail_of(unchanged_x), part.offset)
-            return changed, _of_block(unchanged, inverse, needed, k, raw=True)
+            # It decides nothing.
+            none = Needed.all_of(jnp.zeros_like(needed.number))
+            return changed, _of_block(unchanged, inverse, none, k, raw=True)
 
         most = min(max(k, MANY), part.logits.shape[1])
         rows = ListedRows(part.logits, changes=changes)
-        return _in_blocks(work, size, rows, (part.tail, inverse, needed), like(part), most)
+        return _in_blocks(work, size, rows, (part.tail, inverse, *needed), like(part), most)
 
     cpu, tpu, default = (
         functools.partial(read_on, size)
@@ -103,7 +112,7 @@ def read_part(
     return lowered_for(part, inverse, needed, changes, like=like, cpu=cpu, tpu=tpu, default=default)
 
 
-def _of_block(part: RowPart, inverse: jax.Array, needed: jax.Array, k: int, *, raw: bool) -> Read:
+def _of_block(part: RowPart, inverse: jax.Array, needed: Needed, k: int, *, raw: bool) -> Read:
     """`read_part` of a block of rows; raw: whether the sums at temperature 1 are wanted with k."""
     x = part.logits
     eights = forms.barrier(selection.group_maxima(x, EIGHT))
@@ -122,7 +131,46 @@ def _of_block(part: RowPart, inverse: jax.Array, needed: jax.Array, k: int, *, r
             ),
         )
     top = functools.partial(largest, x, eights)
-    return Read(groups, raw_sums, *as_many_as_needed(x, needed, k, top))
+    candidates, number = _as_many_as_do(x, groups, inverse, needed, k, top)
+    return Read(groups, raw_sums, *candidates, number)
+
+
+def _as_many_as_do(
+    x: jax.Array,
+    groups: GroupSums,
+    inverse: jax.Array,
+    needed: Needed,
+    k: int,
+    top: Callable[[int], Top],
+) -> tuple[Top, jax.Array]:
+    """The candidates of a block of rows [B, V], and how many of each row's decide.
+
+    The first few are looked for before more, and often do: it is their weight that tells, less the
+    last one's, which shows that no more are kept.
+    """
+    least = max(k, FIRST)
+    if least >= min(MANY, x.shape[1]):
+        return as_many_as_needed(x, needed.number, k, top), needed.number
+    may_do = (needed.number > 0) & (needed.share <= 1)
+    is_tried = jnp.max(jnp.where(may_do, least, needed.number)) <= least
+    if k < least:
+        is_tried &= jnp.any(needed.number > k)
+    missing = Top(
+        jnp.full((x.shape[0], least), -1, jnp.int32), jnp.full((x.shape[0], least), -jnp.inf)
+    )
+    first = typed.cond(is_tried, lambda: top(least), lambda: vary_like(missing, x))
+    largest_of_row = groups.maxima.max(axis=1, keepdims=True)
+    weight, total = (
+        (sums * jnp.exp(scaled(x, largest_of_row, inverse[:, None]))).sum(axis=1)
+        for sums, x in ((jnp.float32(1), first.logits[:, :-1]), (groups.sums, groups.maxima))
+    )
+    do = may_do & is_tried & (weight >= needed.share * total * _MORE_THAN_ROUNDING)
+    number = jnp.where(do, least, needed.number)
+
+    def top_of(count: int) -> Top:
+        return first if count == least else top(count)
+
+    return as_many_as_needed(x, number, k, top_of, (least, FEW, MANY)), number
 
 
 def largest(x: jax.Array, eights: jax.Array | None, k: int) -> Top:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.backends import read
-from pallas_kernels.backends.groups import RowPart
+from pallas_kernels.backends.groups import Needed, RowPart
 from pallas_kernels.backends.mosaic_tpu import groups as sampled
 from pallas_kernels.backends.mosaic_tpu import rows as run
 from pallas_kernels.backends.mosaic_tpu import unit
@@ -34,7 +34,9 @@ def check(part, inverse):
     """Maxima are XLA's, sums up to rounding; NaN where a group has a NaN or +inf."""
 
     def by_xla(part, inverse):
-        (read,) = sampled_rows.read_part(part, 0, inverse, jnp.zeros(len(inverse), jnp.int32))
+        (read,) = sampled_rows.read_part(
+            part, 0, inverse, Needed.all_of(jnp.zeros(len(inverse), jnp.int32))
+        )
         return read.groups, read.raw_sums
 
     def call(part, inverse, interpret, cut):

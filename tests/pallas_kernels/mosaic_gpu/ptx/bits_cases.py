@@ -18,7 +18,7 @@ import pytest
 
 from pallas_kernels.backends import answers
 from pallas_kernels.backends.answers import usable_temperatures
-from pallas_kernels.backends.groups import RowPart, inverse_temperature
+from pallas_kernels.backends.groups import Needed, RowPart, inverse_temperature
 from pallas_kernels.backends.mosaic_gpu import cluster_kernel, groups_kernel, thread
 from pallas_kernels.backends.mosaic_gpu import groups as sampled
 from pallas_kernels.backends.mosaic_gpu import rows as run
@@ -94,7 +94,7 @@ class Sample:
         inverse = inverse_temperature(sampling.temperature)
         changes = prepared(self.changes, self.vocabulary)
         part = RowPart(logits, tail_of(logits, changes), jnp.int32(0))
-        needed = jnp.zeros(self.count, jnp.int32)
+        needed = Needed.all_of(jnp.zeros(self.count, jnp.int32))
         first, *others = sampled.read_part(part, K, inverse, needed, changes)
         if others:
             first = first._replace(raw_sums=first.raw_sums[:, :0])

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.backends.groups import FEW, WIDTH, RowPart, inverse_temperature
+from pallas_kernels.backends.groups import FEW, WIDTH, Needed, RowPart, inverse_temperature
 from pallas_kernels.backends.mosaic_gpu import groups as sampled
 from pallas_kernels.backends.mosaic_gpu import groups_kernel
 from pallas_kernels.backends.mosaic_gpu.schedule import Schedule
@@ -137,7 +137,7 @@ def split_columns(name: str) -> Case:
     x = edge_rows(Schedule(4400, "float32", WIDTH, 1))[:3]
     tail = np.stack([x[:, :512] * 0.5, x[:, 600:1112]], axis=1)[:, :, :WIDTH]
     part = RowPart(jnp.asarray(x), jnp.asarray(tail), jnp.int32(48))
-    rest = jnp.asarray([1, 2, 0.5], jnp.float32), jnp.asarray([0, 10, 0], jnp.int32)
+    rest = jnp.asarray([1, 2, 0.5], jnp.float32), Needed.all_of(jnp.asarray([0, 10, 0]))
     (expected,) = xla.read_part(part, -1, *rest)
 
     def call() -> Any:
@@ -179,7 +179,7 @@ def changed(name: str, schedule: Schedule, names: tuple[str, ...], k: int, needs
     temperatures = rng.choice(TEMPERATURES, count).astype(np.float32)
     temperatures[:2] = 1, 0.7
     inverse = inverse_temperature(jnp.asarray(temperatures))
-    needed = jnp.full(count, needs, jnp.int32)
+    needed = Needed.all_of(jnp.full(count, needs, jnp.int32))
 
     def read_of(x: Any, schedule: Schedule, changes: Changes | None = None) -> Any:
         logits = jnp.asarray(x)
