@@ -148,23 +148,29 @@ def _as_many_as_do(
     The first few are looked for before more, and often do: it is their weight that tells, less the
     last one's, which shows that no more are kept.
     """
-    least = max(k, FIRST)
+    rows, least = x.shape[0], max(k, FIRST)
     if least >= min(MANY, x.shape[1]):
         return as_many_as_needed(x, needed.number, k, top), needed.number
     may_do = (needed.number > 0) & (needed.share <= 1)
     is_tried = jnp.max(jnp.where(may_do, least, needed.number)) <= least
     if k < least:
         is_tried &= jnp.any(needed.number > k)
-    missing = Top(
-        jnp.full((x.shape[0], least), -1, jnp.int32), jnp.full((x.shape[0], least), -jnp.inf)
-    )
+    missing = Top(jnp.full((rows, least), -1, jnp.int32), jnp.full((rows, least), -jnp.inf))
+    # Branches side by side: one in another would have a copy of the logits.
     first = typed.cond(is_tried, lambda: top(least), lambda: vary_like(missing, x))
-    largest_of_row = groups.maxima.max(axis=1, keepdims=True)
-    weight, total = (
-        (sums * jnp.exp(scaled(x, largest_of_row, inverse[:, None]))).sum(axis=1)
-        for sums, x in ((jnp.float32(1), first.logits[:, :-1]), (groups.sums, groups.maxima))
-    )
-    do = may_do & is_tried & (weight >= needed.share * total * _MORE_THAN_ROUNDING)
+
+    def weighed() -> jax.Array:
+        largest_of_row = groups.maxima.max(axis=1, keepdims=True)
+        weight, total = (
+            (sums * jnp.exp(scaled(logits, largest_of_row, inverse[:, None]))).sum(axis=1)
+            for sums, logits in (
+                (jnp.float32(1), first.logits[:, :-1]),
+                (groups.sums, groups.maxima),
+            )
+        )
+        return may_do & (weight >= needed.share * total * _MORE_THAN_ROUNDING)
+
+    do = typed.cond(is_tried & jnp.any(may_do), weighed, lambda: may_do & False)
     number = jnp.where(do, least, needed.number)
 
     def top_of(count: int) -> Top:
