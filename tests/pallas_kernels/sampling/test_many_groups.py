@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels.numbers.random_draws import GROUP, RECOVER, Source, gumbel
-from pallas_kernels.sampling import Drafts, Sampling, draw, row_draws, verify
+from pallas_kernels.sampling import Drafts, Sampling, draw, row_draws, row_read, verify
+from pallas_kernels.sampling.rows import GroupedRows
 from pallas_kernels.sampling.verification import accepted_by_ratio
 from tests.support import quick_compile, token_statistics
 from tests.support.expected_probs import expected_probs, kept_by_sorting
@@ -122,6 +123,27 @@ def test_no_group_is_drawn_where_few_tokens_are_kept():
     sound, wrong = (first_tokens("no draft", one, top_k=top_k)[0] for one in (GROUP, RECOVER))
     assert (sound == wrong)[few].all()
     assert (sound != wrong)[~few].any()
+
+
+@pytest.mark.parametrize("k", [None, 5, 20, 60, 200])
+def test_rows_that_top_p_cuts_short_take_few_candidates(k):
+    """20 where fewer are kept: a row's number is the same whatever the rows beside it."""
+    sizes = [1, 10, 19, 20, 21, 25, 60, 300]  # of equal logits, of which top-p keeps 95 in 100
+    x = np.full((len(sizes), 2000), -60, np.float32)
+    for row, size in zip(x, sizes, strict=True):
+        row[7 : 7 + size] = 1
+    few, more = max(k or 0, 20), 128
+
+    def read(rows, **parameters):
+        sampling = Sampling.of(len(rows), **{"temperature": 0.7, "top_p": 0.95} | parameters)
+        grouped = GroupedRows.of(jnp.asarray(rows))
+        return row_read.read_sampled_rows(grouped, sampling, k).num_candidates.tolist()
+
+    needed = [few if 0.95 * size < few - 1 else more for size in sizes]
+    assert read(x) == (needed if few < more else [more] * len(sizes))
+    assert [read(row[None])[0] for row in x] == read(x)
+    assert read(x, top_k=100) == [100] * len(sizes)
+    assert read(x, temperature=0.0) == read(x, top_p=1.0) == [0] * len(sizes)
 
 
 @quick_compile.jit
