@@ -155,7 +155,9 @@ def _as_many_as_do(
     is_tried = jnp.max(jnp.where(may_do, least, needed.number)) <= least
     if k < least:
         is_tried &= jnp.any(needed.number > k)
-    missing = Top(jnp.full((rows, least), -1, jnp.int32), jnp.full((rows, least), -jnp.inf))
+    missing = Top(
+        jnp.full((rows, least), -1, jnp.int32), jnp.full((rows, least), -jnp.inf, jnp.float32)
+    )
     # Branches side by side: one in another would have a copy of the logits.
     first = typed.cond(is_tried, lambda: top(least), lambda: vary_like(missing, x))
 

@@ -9,7 +9,7 @@ import pytest
 
 from pallas_kernels import greedy, linear_topk_logprobs, topk_logprobs
 from pallas_kernels.backends import read as reads
-from pallas_kernels.backends.groups import ListedRows
+from pallas_kernels.backends.groups import ListedRows, Needed
 from pallas_kernels.backends.mosaic_tpu import schedule as schedules
 from pallas_kernels.backends.mosaic_tpu.limits import kernel_is_faster, obstacle
 from pallas_kernels.backends.mosaic_tpu.schedule import choose_schedule
@@ -165,7 +165,7 @@ def test_rows_that_are_sampled_are_read_by_kernels():
         return lowered.array(shape, dtype)
 
     def read(x, inverse):
-        return GroupedRows.of(x).read(inverse, jnp.zeros(3, jnp.int32))
+        return GroupedRows.of(x).read(inverse, Needed.all_of(jnp.zeros(3, jnp.int32)))
 
     def candidates(x, rows):
         return reads.candidates(ListedRows(x, rows, jnp.int32(1)), 5, valid=True)
@@ -181,7 +181,8 @@ def test_rows_that_are_sampled_are_read_by_kernels():
 def test_who_reads_sampled_rows():
     """By name the kernel reads short rows too."""
     part = jax.eval_shape(lambda x: GroupedRows.of(x).part, shapes(3, 300)[0])
-    given = part, lowered.array((3,), "float32"), lowered.array((3,))
+    needed = Needed(lowered.array((3,)), lowered.array((3,), "float32"))
+    given = part, lowered.array((3,), "float32"), needed
 
     def read(*given, implementation=None):
         with use_implementation(implementation):
