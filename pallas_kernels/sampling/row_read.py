@@ -90,7 +90,8 @@ def read_changed(
     inverse = inverse_temperature(sampling.temperature)
     count = num_candidates(sampling, rows.vocab_size)
     number = jnp.where((sampling.temperature > 0) & truncates(sampling), count, 0)
-    by_k = (sampling.top_k > 0) & (sampling.top_k <= MANY_CANDIDATES)
+    # Of a large top-k it is not known what top-p takes its share of, nor that it is all of the row.
+    by_k = (sampling.top_k > 0) & (sampling.top_k < rows.vocab_size)
     by_p = (sampling.top_p < 1) & ~by_k
     needed = Needed(number, jnp.where(by_p, sampling.top_p, jnp.float32(2)))
     targets = inverse, needed, -1 if k is None else max(k, 1)
