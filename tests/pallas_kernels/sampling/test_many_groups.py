@@ -134,10 +134,13 @@ def test_rows_that_top_p_cuts_short_take_few_candidates(k):
         row[7 : 7 + size] = 1
     few, more = max(k or 0, 20), 128
 
+    @quick_compile.jit
+    def num_candidates(rows, sampling):
+        return row_read.read_sampled_rows(GroupedRows.of(rows), sampling, k).num_candidates
+
     def read(rows, **parameters):
         sampling = Sampling.of(len(rows), **{"temperature": 0.7, "top_p": 0.95} | parameters)
-        grouped = GroupedRows.of(jnp.asarray(rows))
-        return row_read.read_sampled_rows(grouped, sampling, k).num_candidates.tolist()
+        return num_candidates(rows, sampling).tolist()
 
     needed = [few if 0.95 * size < few - 1 else more for size in sizes]
     assert read(x) == (needed if few < more else [more] * len(sizes))
