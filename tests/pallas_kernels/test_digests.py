@@ -118,6 +118,7 @@ def test_transformations_keep_digests():
     assert slope.shape == (8, 1000)
 
 
+@pytest.mark.long
 def test_the_doors_calls_give_digests_of_what_they_were_given():
     """Before masks and biases, by slot and position, of dense and of flat rows."""
     x = some_rows(6)[1:]

@@ -59,7 +59,10 @@ IN_MODES = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [
+    pytest.param(name, marks=[pytest.mark.long] * (name in ("checking_leaks", "x64")))
+    for name in MODES
+])  # fmt: skip
 def test_debug_modes_change_no_result(mode, calls):
     if mode == "checking_leaks":  # what was traced before leaks nothing
         jax.clear_caches()

@@ -54,7 +54,9 @@ def on_mesh(x, ids, t, rows, shards):
     return topk_logprobs(split, ids, K, temperatures=t, **OPTIONS)
 
 
-@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+@pytest.mark.parametrize("vocabulary", [
+    *VOCABULARIES[-2:], *(pytest.param(size, marks=pytest.mark.long) for size in VOCABULARIES[:-2]),
+])  # fmt: skip
 def test_no_mesh_changes_a_bit_of_a_row(vocabulary):
     x, ids, t = some_rows(vocabulary)
     alone = bits(topk_logprobs(x, ids, K, temperatures=t, **OPTIONS))
@@ -171,6 +173,7 @@ def test_a_row_that_keeps_all_has_the_scaled_logprob():
     assert bits(kept_logprobs(x, ids, nothing_cut, t)) == bits(scaled)
 
 
+@pytest.mark.long
 def test_nothing_changes_a_bit_of_a_kept_logprob():
     """Sets of ids and marks, by every call, in every batch and on every mesh."""
     x, _, t = some_rows(4040)

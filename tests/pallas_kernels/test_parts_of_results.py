@@ -18,7 +18,10 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", [
+    "greedy", "topk_logprobs",
+    *(pytest.param(name, marks=pytest.mark.long) for name in ("truncation", "draw")),
+])  # fmt: skip
 def test_each_result_alone_is_that_of_the_whole(name):
     """Where `valid` of `greedy` or a cut's `log_kept` stood alone, the compiler's process died."""
     call, number = CALLS[name]

@@ -71,6 +71,7 @@ def test_no_batch_and_no_option_changes_a_rows_logprobs(vocabulary, dtype, cases
         np.testing.assert_array_equal(bits_of(out.logprobs), bits_of(wanted[1]))
 
 
+@pytest.mark.long
 def test_no_batch_and_no_k_changes_what_a_sampled_row_leaves():
     """The sums from which `verify`'s raw, scaled and processed logprobs come."""
     x, _ = some_rows(3001, "float32")

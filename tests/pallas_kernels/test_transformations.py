@@ -47,7 +47,7 @@ def assert_same_bits(actual, expected):
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), b), actual, expected)
 
 
-@pytest.mark.parametrize("own", [("logits",), None])
+@pytest.mark.parametrize("own", [("logits",), pytest.param(None, marks=pytest.mark.long)])
 def test_vmap_gives_the_bits_of_a_loop(own):
     """Whatever the batch has of its own, changes too; an odd vocabulary leaves no row aligned."""
     given = [arguments(seed) for seed in range(3)]

@@ -151,6 +151,7 @@ def test_sampled_drafts_have_the_law_of_the_target(dense, asked):
     assert abs(agrees.mean() - accepted) < 0.03
 
 
+@pytest.mark.long
 def test_shards_draw_apart_and_a_split_vocabulary_alike():
     rng, number = np.random.default_rng(2), 40
     rows, probs = (

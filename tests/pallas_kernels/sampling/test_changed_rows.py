@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from pallas_kernels.contract.changes import Changes, apply, prepared
 from pallas_kernels.sampling import CompactQ, Drafts, Sampling, logprobs_of_read, verify
@@ -66,6 +67,7 @@ def verified(x, drafts, sampling, changes):
     return ours, copied, other, own, logprobs
 
 
+@pytest.mark.long
 def test_verification_of_changed_rows():
     """One read leaves two: the bits of a read of the copy, and of the rows themselves."""
     x, drafts, sampling, changes = given()

@@ -87,6 +87,7 @@ def test_forms_of_one_q_emit_the_same(rule, form):
     assert 1 < want[1].mean() < D
 
 
+@pytest.mark.long
 def test_drafts_are_accepted_as_with_a_compact_q():
     """One that has the drafted tokens alone, with their own probabilities."""
     logits, _, log_q, ids, *others = batch()
@@ -96,6 +97,7 @@ def test_drafts_are_accepted_as_with_a_compact_q():
     np.testing.assert_array_equal(found[1], with_logprobs("token")[1])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rule", ["token", pytest.param("block", marks=pytest.mark.slow)])
 def test_flat_logits_and_drafts_of_lengths(rule):
     logits, _, log_q, ids, num, sampling = batch()
@@ -181,6 +183,7 @@ def test_slots_and_columns_of_a_mesh_emit_the_same(axes, is_flat):
     assert_equal(jax.device_get(found), want)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rule", ["token", pytest.param("block", marks=pytest.mark.slow)])
 def test_edges(rule):
     """NaN of q is nothing, q = p accepts all, a draft without q refuses none, T = 0 is certain."""
@@ -260,7 +263,9 @@ def test_a_whole_q_needs_no_further_array_of_rows(dtype, rule, form):
     assert of_slots(slots, vocab, dense, dtype, rule) <= least + 2 * 4 * vocab
 
 
-@pytest.mark.parametrize("of", [DenseQ.of_probs, lambda q: DenseQ(jnp.log(q))])
+@pytest.mark.parametrize("of", [
+    DenseQ.of_probs, pytest.param(lambda q: DenseQ(jnp.log(q)), marks=pytest.mark.long),
+])  # fmt: skip
 def test_a_known_q_may_stand_in_a_traced_program(of):
     """It is looked at while the program is traced, and refused there too."""
     logits = jax.random.normal(jax.random.key(0), (2, 2, 8))

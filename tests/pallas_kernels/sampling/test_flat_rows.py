@@ -111,6 +111,7 @@ def test_flat_rows_give_what_dense_ones_do(kind, changed):
         np.testing.assert_array_equal(x[~has], np.full_like(x[~has], none), err_msg=name)
 
 
+@pytest.mark.long
 def test_a_slot_without_a_row_for_it_gets_no_bonus_token():
     logits, flat, row_ids, drafts, _ = batch()
     rows = row_ids.copy()
@@ -167,6 +168,7 @@ def with_prompt(logits, row_ids, drafts, sampling, prompt_rows, prompt_ids):
     return emitted[:2], topk_logprobs(logits, prompt_ids, K, row_ids=prompt_rows)
 
 
+@pytest.mark.long
 def test_no_row_of_prompts_or_drafts_is_copied():
     """What one program for both needs is a small share of the logits."""
     rows, vocabulary = 8192, 32_000
@@ -176,6 +178,7 @@ def test_no_row_of_prompts_or_drafts_is_copied():
     assert temporaries(with_prompt, logits, *given) < logits.size * 2 / 8
 
 
+@pytest.mark.long
 def test_changed_flat_rows_are_lowered_for_a_gpu():
     """There a mask changes logits as the groups' kernel reads them."""
 

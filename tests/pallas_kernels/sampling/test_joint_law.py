@@ -137,8 +137,8 @@ CASES = [
     *((kind, "token", "flat") for kind in ("top-p", "changes")),
     ("changes", "token", "compact"),
     *(("plain", "block", form) for form in ("compact", "flat")),
-    *(("changes", "block", form) for form in ("compact", "flat")),
 ]
+LONG = [("changes", "block", form) for form in ("compact", "flat")]
 MORE = [
     *(("plain", "token", form) for form in ("dense", "probs", "logits")),
     *((kind, "token", "flat") for kind in ("top-k", "min-p")),
@@ -148,6 +148,7 @@ MORE = [
     *((kind, "block", "flat") for kind in ("top-k", "top-p", "min-p")),
     *((kind, "block", "compact") for kind in ("top-k", "min-p")),
 ]
+CASES += [pytest.param(*case, marks=pytest.mark.long) for case in LONG]
 CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in MORE]
 
 

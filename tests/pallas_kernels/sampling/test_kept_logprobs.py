@@ -124,6 +124,7 @@ def flat_batch():
     return x.reshape(12, V)[which], *rows, temperatures.reshape(12)[which]
 
 
+@pytest.mark.long
 def test_a_rollouts_logprobs_have_the_gradient_of_kept_ones():
     batch, weights = flat_batch(), np.arange(11, dtype=np.float32)
     of_rollout = gradients_of(rollout_logprobs)(*batch, weights)

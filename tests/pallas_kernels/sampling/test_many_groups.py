@@ -109,6 +109,7 @@ def test_tokens_follow_the_targets_distribution(kind, name, slots):
     assert (accepted > 0) == (kind != "no draft")
 
 
+@pytest.mark.long
 def test_what_spoils_the_distribution_is_noticed():
     """The rejected token stays in the residual; the noise of groups is that of tokens."""
     for kind, spoiled in (("certain", {"kept": True}), ("no draft", {"purpose": RECOVER})):

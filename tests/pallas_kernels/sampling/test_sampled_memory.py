@@ -138,6 +138,7 @@ for text in sys.argv[1:]:
 EVERY_SIZE = [f"{1 + m % 4},{2 + m % 3},{m},{(7, 1032)[m // 2 % 2]}" for m in range(1, 10)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shapes", [["1,3,8,7"], pytest.param(EVERY_SIZE, marks=pytest.mark.slow)])
 def test_no_shape_aborts_the_compiler(shapes):
     """LLVM of jaxlib 0.10.2 did at one, with a user's flags, while computed rows were padded."""

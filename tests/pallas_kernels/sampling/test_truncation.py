@@ -48,6 +48,7 @@ FEW = [0.0, -0.0, 1.0, 2.0, -np.inf, np.nan, np.inf]
 FILTERS = (1, 1.0, 0.0), (7, 0.83, 0.0), (0, 0.61, 0.02), (VOCAB, 0.97, 1.0), (130, 0.3, 0.0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=str)
 def test_kept_tokens_are_those_of_sorting(dtype):
     rng = np.random.default_rng(0)

@@ -77,6 +77,7 @@ def test_every_value_of_a_text(name):
     assert any(copied) == (name == "copied")
 
 
+@pytest.mark.long
 def test_ids_are_those_of_plain_decoding_in_a_grammar():
     """Greedy ones, whatever was drafted."""
     for item in of_grammar():
@@ -117,6 +118,7 @@ def test_forbidden_drafts_are_not_proposed_or_are_rejected():
     assert rejected > 5
 
 
+@pytest.mark.long
 def test_batches_without_a_grammar_run_what_they_ran_before():
     """Also after one that had: the same programs, and the same messages."""
     free = request("free", [4, 5, 4, 5], max_tokens=30, logprobs=4, logprobs_mode=MODES[0])

@@ -102,11 +102,15 @@ def found(name):
     return run(*BATCHES[name][:2])
 
 
-SELDOM = ("plain, ngram", "plain, suffix")
+MARKS = {"copied": "long", "plain, ngram": "slow", "plain, suffix": "slow"}
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(one, marks=[pytest.mark.slow] * (one in SELDOM)) for one in BATCHES]
+    "name",
+    [
+        pytest.param(n, marks=[getattr(pytest.mark, MARKS[n])] if n in MARKS else [])
+        for n in BATCHES
+    ],
 )
 def test_every_value(name):
     requests, _, least = BATCHES[name]

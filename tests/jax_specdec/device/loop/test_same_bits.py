@@ -125,6 +125,7 @@ def test_a_prompt_scored_in_part_has_the_same_bits(how):
             np.testing.assert_array_equal(found, expected[item.first_scored - 1 :])
 
 
+@pytest.mark.long
 def test_a_preempted_request_has_the_bits_of_one_that_is_not():
     expected = by_id(base())
     for item in requests()[2:6:3]:

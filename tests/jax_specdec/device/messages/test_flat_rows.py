@@ -124,6 +124,7 @@ def test_flat_rows_make_the_words_of_dense_ones(kind, has_read, has_cut, change)
     assert np.asarray(found).any()
 
 
+@pytest.mark.long
 def test_flat_rows_of_drafts_make_the_words_of_dense_ones():
     """Reports of drafts, and their message."""
     rng = np.random.default_rng(1)

@@ -59,6 +59,7 @@ asks = st.builds(
 )
 
 
+@pytest.mark.long
 @settings(max_examples=60)
 @given(
     values=st.lists(row_values, min_size=2 * S, max_size=2 * S),

@@ -77,6 +77,7 @@ def test_compiling_tells_how_far_it_is():
     assert len({name for _, _, name in told}) == 12
 
 
+@pytest.mark.long
 def test_a_rehearsal_leaves_nothing_behind():
     asked = [request(f"r{n}", PROMPT, max_tokens=9, seed=n, **ASKED[n]) for n in (0, 3, 5)]
     told = []
