@@ -137,7 +137,7 @@ def split_columns(name: str) -> Case:
     x = edge_rows(Schedule(4400, "float32", WIDTH, 1))[:3]
     tail = np.stack([x[:, :512] * 0.5, x[:, 600:1112]], axis=1)[:, :, :WIDTH]
     part = RowPart(jnp.asarray(x), jnp.asarray(tail), jnp.int32(48))
-    rest = jnp.asarray([1, 2, 0.5], jnp.float32), Needed.all_of(jnp.asarray([0, 10, 0]))
+    rest = jnp.asarray([1, 2, 0.5], jnp.float32), Needed.all_of(jnp.asarray([0, FEW, 0]))
     (expected,) = xla.read_part(part, -1, *rest)
 
     def call() -> Any:
