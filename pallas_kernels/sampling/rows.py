@@ -106,7 +106,8 @@ class GroupedRows:
         reads = read.read_groups(self.part, inverse, needed, k, changes=self.changes)
         if self.shard.axis_name is None:
             return reads
-        (part_read,) = reads
+        # A part's number varies over the shards.
+        part_read = reads[0]._replace(num_candidates=needed.number)
         count = min(max(k, MANY), self.vocab_size)
         if k > 0:
             return (self._gathered(part_read, count, with_top=True),)

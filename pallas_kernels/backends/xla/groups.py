@@ -172,7 +172,8 @@ def _as_many_as_do(
         )
         return may_do & (weight >= needed.share * total * _MORE_THAN_ROUNDING)
 
-    do = typed.cond(is_tried & jnp.any(may_do), weighed, lambda: may_do & False)
+    none_do = vary_like(may_do & False, (first, groups, inverse))
+    do = typed.cond(is_tried & jnp.any(may_do), weighed, lambda: none_do)
     number = jnp.where(do, least, needed.number)
 
     def top_of(count: int) -> Top:

@@ -227,7 +227,7 @@ def _number_of_equal(above: Mass, mass: Mass, least: Mass, vocab_size: int) -> j
     above, mass, least = (tuple(x[:, None] for x in digits) for digits in (above, mass, least))
 
     def step(i: jax.Array, number: jax.Array) -> jax.Array:
-        place = (_BITS_PER_TRIP * (trips - 1 - i)).astype(jnp.uint32)
+        place = jnp.asarray(_BITS_PER_TRIP * (trips - 1 - i), jnp.uint32)
         more = number[:, None] + (steps << place)
         short = exact_sums.less(_added(above, more, mass, vocab_size), least) & (more <= vocab_size)
         return number + (short.sum(1, dtype=jnp.uint32) << place)

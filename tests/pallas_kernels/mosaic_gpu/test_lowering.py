@@ -18,7 +18,7 @@ from pallas_kernels import (
     use_implementation,
 )
 from pallas_kernels.backends import read
-from pallas_kernels.backends.groups import Drawn, ListedRows, RowsToDraw
+from pallas_kernels.backends.groups import Drawn, ListedRows, Needed, RowsToDraw
 from pallas_kernels.backends.mosaic_gpu import compat, finish_kernel, limits, selection
 from pallas_kernels.backends.mosaic_gpu import rows as run
 from pallas_kernels.backends.mosaic_gpu.limits import cannot_run
@@ -201,7 +201,7 @@ def reader(k, implementation=None, *shard):
     def call(logits, inverse, needed):
         rows = GroupedRows.of(logits, *shard)
         with use_implementation(implementation):
-            return read_groups(rows.part, inverse, needed, k)[0]
+            return read_groups(rows.part, inverse, Needed.all_of(needed), k)[0]
 
     return call
 

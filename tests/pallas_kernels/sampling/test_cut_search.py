@@ -194,3 +194,12 @@ def test_a_search_of_rows_without_an_answer_ends(dtype):
     assert (rows.as_limits(rows.keys[:, :1]) == jnp.iinfo(rows.keys.dtype).max).all()
     cut = quick_compile.jit(lambda x: search.searched(x, each, scale, WHOLE))(x)
     assert jax.block_until_ready(cut).cut_logit.shape == (4,)
+
+
+@pytest.mark.long
+def test_a_search_runs_without_jit():
+    x = jnp.asarray(rows_of("plain", 300, np.float32))[:, None]
+    sampling = sampling_of([1.0] * 2, top_k=200, top_p=0.9)
+    with jax.disable_jit():
+        cut = truncation(x, sampling)
+    chex.assert_trees_all_equal(cut, truncation(x, sampling))
