@@ -229,6 +229,8 @@ class RingWriter(Endpoint):
 
 
 def _as_bytes(part: object) -> memoryview:
+    if getattr(getattr(part, "dtype", None), "hasobject", False):
+        raise TypeError("a part of Python objects holds their addresses: give an array of numbers")
     try:
         view = memoryview(part)  # type: ignore[arg-type]
         if view.c_contiguous:

@@ -35,7 +35,7 @@ def test_other_buffers(pair):
         writer.send(*parts)
         assert reader.receive(1).data == b"".join(bytes(part) for part in parts)
     for bad, error in (
-        ("text", TypeError), (3, TypeError),
+        ("text", TypeError), (3, TypeError), (np.array(["text"], object), TypeError),
         (np.ones((4, 4))[:, 1], ValueError), (memoryview(b"abcd")[::2], ValueError),
     ):  # fmt: skip
         with pytest.raises(error, match="contiguous" if error is ValueError else None):
