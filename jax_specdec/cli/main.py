@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import gc
 import importlib
+import os
 import signal
 import sys
 import textwrap
@@ -64,9 +65,19 @@ def program() -> int:
 
     Python's last collection takes 0.15 s where a tokenizer's library was imported.
     """
+    _reopen_closed_streams()
     status = main()
     gc.freeze()
     return status
+
+
+def _reopen_closed_streams() -> None:
+    """Let streams that are closed (`>&-`) be /dev/null: else a file would get their numbers."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            descriptor = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(descriptor, True)
+            setattr(sys, name, os.fdopen(descriptor, mode))
 
 
 def _run(arguments: Sequence[str] | None) -> int:

@@ -1,6 +1,8 @@
 """`jax-specdec view`: files, titles, and where the page goes."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -32,6 +34,11 @@ def test_a_file_name_that_is_not_text(source, tmp_path):
     renamed = source.rename(tmp_path / os.fsdecode(b"run\xff.jsonl"))
     assert main(["view", str(renamed)]) == 0
     assert "<title>run\\udcff.jsonl</title>" in renamed.with_suffix(".html").read_text("utf-8")
+
+
+def test_closed_standard_streams_are_as_if_nobody_reads(source):
+    command = [sys.executable, "-m", "jax_specdec.cli.main", "view", str(source)]
+    subprocess.run(["sh", "-c", '"$@" <&- >&- 2>&-', "sh", *command], check=True)
 
 
 def test_two_files_become_one_page(source, tmp_path, capsys):
