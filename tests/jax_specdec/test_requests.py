@@ -40,6 +40,8 @@ OF_A_STRUCTURE = {"stop_token_ids": (2,), "structured": ["regex", "a+"]}
     [
         ({"logprobs": 0, "extra_token_ids": range(129)}, "129 extra_token_ids; a request may name"),
         ({"logprobs": 513}, "logprobs = 513"),
+        *(({"logprobs_mode": wrong}, "^logprobs_mode = .* must be one of LogprobsMode.RAW, Log")
+          for wrong in ("raw", 1, None)),
         *(({"kept_token_ids": wrong}, "kept_token_ids = .* must be True or False")
           for wrong in (1, None, "yes")),
         *(({name: wrong}, f"^{name} = .* must be (a whole number )?from") for name, wrong in (
