@@ -173,7 +173,8 @@ class SamplingParams:
             raise RequestError(f"top_p = {self.top_p} must be above 0 and at most 1 (1 keeps all)")
         if self.logprobs is not None:
             _check_whole_number("logprobs", self.logprobs, 0, MAX_TOP_K)
-        if not isinstance(self.logprobs_mode, LogprobsMode):
+        mode: object = self.logprobs_mode  # of callers without a type checker
+        if not isinstance(mode, LogprobsMode):
             modes = ", ".join(f"LogprobsMode.{mode.name}" for mode in LogprobsMode)
             raise RequestError(f"logprobs_mode = {self.logprobs_mode!r} must be one of {modes}")
         if self.prompt_logprobs is not None:

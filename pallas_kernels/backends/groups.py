@@ -63,11 +63,12 @@ class Needed(NamedTuple):
 
     number: Int32[Array, " R"]  # at most `MANY`
     share: Float32[Array, " R"]  # fewer will do that have so much of the row's weight; else above 1
+    by_share: Bool[Array, " R"]  # whether nothing else cuts: if none have so much, fewest are taken
 
     @classmethod
     def all_of(cls, number: Int32[Array, " R"]) -> "Needed":
         """So many, and never fewer."""
-        return cls(number, jnp.full(number.shape, 2, jnp.float32))
+        return cls(number, jnp.full(number.shape, 2, jnp.float32), jnp.zeros(number.shape, bool))
 
 
 class Read(NamedTuple):
@@ -77,7 +78,7 @@ class Read(NamedTuple):
     raw_sums: Float32[Array, "R _"]  # the sums at temperature 1, where they were asked for
     top_ids: Int32[Array, "R K"]  # columns of the part; -1 where a row has no more, or none needed
     top_logits: Float32[Array, "R K"]  # descending, ties lowest id first
-    num_candidates: Int32[Array, " R"]  # how many of them decide; as needed, or fewer that will do
+    num_candidates: Int32[Array, " R"]  # how many of them decide, as needed or fewer
 
 
 class Top(NamedTuple):

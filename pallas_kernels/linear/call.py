@@ -99,9 +99,9 @@ def linear_topk_logprobs(
 
     Bits: products of another number of rows or columns may add in another order. With `row_tile`
     all have one shape, and a row's logprobs have the same bits whatever R, K, its place, the other
-    options and the number of shards of head and rows, here and in the forward pass of a gradient;
-    on a GPU where XLA takes one algorithm for all of them. It takes a tile of rows at a time,
-    and fills up fewer.
+    options (but `head_axes`) and the number of shards of head and rows, here and in the forward
+    pass of a gradient; on a GPU where XLA takes one algorithm for all of them. It takes a tile of
+    rows at a time, and fills up fewer.
 
     Transformations: `grad` and `vjp` differentiate the logprobs of all kinds, `log_sum_exp` and
     `entropy` by hidden, head, bias and temperatures; the blocks are computed again. `jvp` is

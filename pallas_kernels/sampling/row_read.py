@@ -93,7 +93,8 @@ def read_changed(
     # Of a large top-k it is not known what top-p takes its share of, nor that it is all of the row.
     by_k = (sampling.top_k > 0) & (sampling.top_k < rows.vocab_size)
     by_p = (sampling.top_p < 1) & ~by_k
-    needed = Needed(number, jnp.where(by_p, sampling.top_p, jnp.float32(2)))
+    share = jnp.where(by_p, sampling.top_p, jnp.float32(2))
+    needed = Needed(number, share, by_p & (sampling.min_p <= 0))
     targets = inverse, needed, -1 if k is None else max(k, 1)
     first, *others = rows.read(*targets) + (() if unchanged is None else unchanged.read(*targets))
     if others:

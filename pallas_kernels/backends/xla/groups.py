@@ -146,7 +146,8 @@ def _as_many_as_do(
     """The candidates of a block of rows [B, V], and how many of each row's decide.
 
     The first few are looked for before more, and often do: it is their weight that tells, less the
-    last one's, which shows that no more are kept.
+    last one's, which shows that no more are kept. Or it tells that no candidates have the share:
+    then the row's cut is searched for, and none but the first few are worth their time.
     """
     rows, least = x.shape[0], max(k, FIRST)
     if least >= min(MANY, x.shape[1]):
@@ -161,20 +162,23 @@ def _as_many_as_do(
     # Branches side by side: one in another would have a copy of the logits.
     first = typed.cond(is_tried, lambda: top(least), lambda: vary_like(missing, x))
 
-    def weighed() -> jax.Array:
+    def weighed() -> tuple[jax.Array, jax.Array]:
         largest_of_row = groups.maxima.max(axis=1, keepdims=True)
-        weight, total = (
+        weight, last, total = (
             (sums * jnp.exp(scaled(logits, largest_of_row, inverse[:, None]))).sum(axis=1)
             for sums, logits in (
                 (jnp.float32(1), first.logits[:, :-1]),
+                (jnp.float32(1), first.logits[:, -1:]),
                 (groups.sums, groups.maxima),
             )
         )
-        return may_do & (weight >= needed.share * total * _MORE_THAN_ROUNDING)
+        share, most = needed.share * total, weight + (MANY + 1 - least) * last
+        do, none_do = weight >= share * _MORE_THAN_ROUNDING, most * _MORE_THAN_ROUNDING < share
+        return may_do & do, may_do & needed.by_share & none_do
 
-    none_do = vary_like(may_do & False, (first, groups, inverse))
-    do = typed.cond(is_tried & jnp.any(may_do), weighed, lambda: none_do)
-    number = jnp.where(do, least, needed.number)
+    unknown = vary_like(may_do & False, (first, groups, inverse))
+    do, none_do = typed.cond(is_tried & jnp.any(may_do), weighed, lambda: (unknown, unknown))
+    number = jnp.where(do | none_do, least, needed.number)
 
     def top_of(count: int) -> Top:
         return first if count == least else top(count)

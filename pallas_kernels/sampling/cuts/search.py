@@ -4,7 +4,7 @@ The order is logit descending, equal logits by id, lowest first; no row is sorte
 the shortest prefix of the order whose sum reaches a limit, and a prefix is a key (`ordered_keys`)
 and how many of the tokens with that key belong to it: they have one weight, so their number follows
 from the sum above them. The key is searched for by reads of the rows, each of which sums what is
-above nine keys (`search_keys`). The first nine lie around a guess, from one token in sixteen: one
+above nine keys (`search_keys`). The first nine lie around a guess, from one token in 32: one
 to three reads are enough nearly always. Of bfloat16 there is a read before these: it sums what is
 above one key, and counts the tokens with each of a few keys below it, which costs half as much.
 

@@ -19,13 +19,13 @@ from pallas_kernels.numbers.ordered_keys import ordered_keys
 from pallas_kernels.sampling.cuts.searched_rows import SearchedRows
 
 NUM_KEYS = 9  # of a read: a dozen more cost as much as another read
-DOUBT = 0.05  # of what lies below the guess: three standard errors of a few thousand tokens
+DOUBT = 0.07  # of what lies below the guess: three standard errors of a few thousand tokens
 # Of the second read of float32, which is where the sums say: so many of the errors that n tokens
 # without an order let expect, which is MISPLACED / sqrt(n) of what is left.
 FARTHEST, MISPLACED = 6.0, 0.5
 _NARROW = 1 << 19  # float32 keys, of which sums are nearly a straight line
 WINDOW = 25  # keys of bfloat16, one beside the other, that are looked at first
-SAMPLED, RUN = 16, 256  # the first so many tokens of each run are a sample
+SAMPLED, RUN = 8, 256  # the first so many tokens of each run are a sample
 SMALLEST_SAMPLED = 4096  # columns
 GUESSED_BITS, GUESSED_PER_TRIP = 20, 4  # of a guess's key
 _LEAST = 1e-30  # that is divided by

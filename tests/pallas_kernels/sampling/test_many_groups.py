@@ -128,8 +128,8 @@ def test_no_group_is_drawn_where_few_tokens_are_kept():
 
 @pytest.mark.parametrize("k", [None, 5, 20, 60, 200])
 def test_rows_that_top_p_cuts_short_take_few_candidates(k):
-    """20 where fewer are kept: a row's number is the same whatever the rows beside it."""
-    sizes = [1, 10, 19, 20, 21, 25, 60, 300]  # of equal logits, of which top-p keeps 95 in 100
+    """20 where fewer are kept, or more than 128: whatever the rows beside it."""
+    sizes = [1, 19, 20, 21, 25, 134, 136, 300]  # of equal logits, of which top-p keeps 95 in 100
     x = np.full((len(sizes), 2000), -60, np.float32)
     for row, size in zip(x, sizes, strict=True):
         row[7 : 7 + size] = 1
@@ -143,10 +143,13 @@ def test_rows_that_top_p_cuts_short_take_few_candidates(k):
         sampling = Sampling.of(len(rows), **{"temperature": 0.7, "top_p": 0.95} | parameters)
         return num_candidates(rows, sampling).tolist()
 
-    needed = [few if 0.95 * size < few - 1 else more for size in sizes]
-    assert read(x) == (needed if few < more else [more] * len(sizes))
+    def needed(most):
+        return [few if few < more and not few - 1 <= 0.95 * n <= most else more for n in sizes]
+
+    assert read(x) == needed(most=more)
     assert [read(row[None])[0] for row in x] == read(x)
     assert [read(x, top_k=count) for count in (100, 200, 2000)] == [[100] * 8, [128] * 8, read(x)]
+    assert read(x, min_p=0.1) == needed(most=V)
     assert read(x, temperature=0.0) == read(x, top_p=1.0) == [0] * len(sizes)
 
 
