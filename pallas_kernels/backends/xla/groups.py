@@ -164,15 +164,17 @@ def _as_many_as_do(
 
     def weighed() -> tuple[jax.Array, jax.Array]:
         largest_of_row = groups.maxima.max(axis=1, keepdims=True)
-        weight, last, total = (
-            (sums * jnp.exp(scaled(logits, largest_of_row, inverse[:, None]))).sum(axis=1)
-            for sums, logits in (
-                (jnp.float32(1), first.logits[:, :-1]),
-                (jnp.float32(1), first.logits[:, -1:]),
-                (groups.sums, groups.maxima),
-            )
+        tokens, of_groups = (
+            sums * jnp.exp(scaled(logits, largest_of_row, inverse[:, None]))
+            for sums, logits in ((jnp.float32(1), first.logits), (groups.sums, groups.maxima))
         )
-        share, most = needed.share * total, weight + (MANY + 1 - least) * last
+        weight, total = tokens[:, :-1].sum(axis=1), of_groups.sum(axis=1)
+        # Others weigh no more than the last, and 128 of them lie in as many groups at most, whose
+        # weight is no more than theirs beyond any number and 128 times that.
+        even = (total - weight) / of_groups.shape[1]
+        in_groups = MANY * even + jnp.maximum(of_groups - even[:, None], 0).sum(axis=1)
+        most = jnp.minimum(weight + (MANY + 1 - least) * tokens[:, -1], in_groups)
+        share = needed.share * total
         do, none_do = weight >= share * _MORE_THAN_ROUNDING, most * _MORE_THAN_ROUNDING < share
         return may_do & do, may_do & needed.by_share & none_do
 
