@@ -100,7 +100,7 @@ class Segment:
           RoleTaken: this side is the creator's, or another process took it.
           CorruptSegment: the memory is not a ring of this version.
         """
-        creator = creator_of(name)
+        creator = creator_of(name) if isinstance(name, str) else None
         if creator is None:
             raise RingNotFound(f"{name!r} is not the name of a ring: use the creator's .name")
         me = current_process()

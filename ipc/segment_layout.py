@@ -101,7 +101,7 @@ class Geometry:
       num_slots: messages that can wait in the ring, 1..65536.
       slot_bytes: the largest payload, 1..2**34 bytes.
 
-    Raises ValueError when either is out of range.
+    Raises ValueError when either is out of range, TypeError when it is no whole number.
     """
 
     num_slots: int
@@ -112,6 +112,8 @@ class Geometry:
             ("num_slots", self.num_slots, MAX_SLOTS),
             ("slot_bytes", self.slot_bytes, MAX_SLOT_BYTES),
         ):
+            if not hasattr(value, "__index__"):
+                raise TypeError(f"{name} is {value!r}, but must be a whole number, 1 to {limit}")
             if not 1 <= value <= limit:
                 raise ValueError(f"{name} is {value}, but must be from 1 to {limit}")
 

@@ -39,6 +39,9 @@ def run(options: argparse.Namespace) -> int:
       ValueError: a file holds no responses, or the page would replace it.
     """
     sources: list[Path] = [options.file] + ([options.other] if options.other else [])
+    for source in sources:
+        if source.is_dir():
+            raise ValueError(f"{source} is a folder: name a file of responses in it")
     target: Path = options.output or options.file.with_suffix(".html")
     view = html_page.View()
     for source in sources:

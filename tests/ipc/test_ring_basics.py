@@ -100,10 +100,12 @@ def test_who_attaches_too_late_is_told_why(monkeypatch):
         assert (died.value.last_sequence, leftovers()) == (-1, [])  # of a dead creator
 
 
-def test_names_are_checked():
-    for bad in ("", "x", "/x", "/../x", "/dev/shm/x", f"/{PREFIX}.1.2.3.{'g' * 32}"):
+def test_names_and_sizes_are_checked():
+    for bad in ("", "x", "/x", "/../x", "/dev/shm/x", f"/{PREFIX}.1.2.3.{'g' * 32}", b"/x", None):
         with pytest.raises(errors.RingNotFound, match="not the name of a ring"):
             RingWriter.attach(bad)
+    with pytest.raises(TypeError, match=r"slot_bytes is 64\.0, but must be a whole number, 1 to"):
+        RingReader.create(2, 64.0)
     reader = RingReader.create(2, 64)
     reader.close()
     with pytest.raises(errors.RingNotFound, match="its creator closed it"):

@@ -28,6 +28,8 @@ def test_the_command_writes_the_page_beside_the_file(source, tmp_path, capsys):
     assert "<title>A &amp; B</title>" in other.read_text(encoding="utf-8")
     assert main(["view", str(source), "--output", "/dev/full"]) == 2
     assert "No space left on device: '/dev/full'" in capsys.readouterr().err
+    assert [main(["view", folder]) for folder in (str(tmp_path), "/")] == [2, 2]
+    assert "/ is a folder: name a file of responses in it" in capsys.readouterr().err
 
 
 def test_a_file_name_that_is_not_text(source, tmp_path):
